@@ -30,6 +30,28 @@ def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(rank_device(), DeviceCPU)
 
 
+@pytest.mark.parametrize(("ranks", "threads"), [("1", 7), ("3", 2), ("16", 1)])
+def test_ranks_on_the_cpu_share_the_cores_of_the_container(
+    ranks: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 7)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+        rank_device()
+        assert torch.get_num_threads() == 8
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        rank_device()
+        assert torch.get_num_threads() == threads
+        rank_device()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_fp32_is_not_tf32_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -334,7 +337,7 @@ def test_a_trial_yields_to_the_run_and_dies_with_its_parent(
         f"Path({str(out)!r} + '.part').write_text(json.dumps(facts))\nos.rename({str(out)!r} + '.part', {str(out)!r})\n"
         "time.sleep(float(Path(sys.argv[1]).read_text()))\nsys.exit(3)\n"
     )
-    monkeypatch.setattr(watch, "_MAIN", script)
+    monkeypatch.setattr(watch, "_TRIAL", (sys.executable, str(script)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     file, watcher = tmp_path / "trial.yaml", Watcher(str(tmp_path), task)
     file.write_text("0")
@@ -361,6 +364,20 @@ def test_a_trial_yields_to_the_run_and_dies_with_its_parent(
         os.waitpid(pid, 0)
         stat = Path(f"/proc/{trial}/stat")
         wait_for(lambda stat=stat: not stat.exists() or " Z " in stat.read_text(), 10)
+
+
+def test_an_installed_package_starts_trials_without_the_clone(tmp_path: Path, task: FinetuneConfig) -> None:
+    shutil.copytree(Path(watch.__file__).parent, tmp_path / "site" / "biphasic")
+    file = tmp_path / "trial.yaml"
+    file.write_text(f"{dump(task)}\nunknown: 1\n")
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom biphasic.watch import Watcher\n"
+        f"sys.exit(Watcher._run_trial(None, Path({str(file)!r}), []))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=False)
+    log = (tmp_path / "trial.log").read_text()
+    assert ended.returncode == 2 and "trial.yaml" in log and "unknown" in log, log
 
 
 def test_scores_in_the_loggers(

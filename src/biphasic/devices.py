@@ -39,12 +39,20 @@ def rank_device() -> Device:
     """Return this rank's GPU as a Composer device, or the CPU if there is no GPU.
 
     Pass it wherever Composer takes a device. Devices that Composer creates by itself turn on TF32, which rounds fp32
-    matrix products to 10 bits of mantissa.
+    matrix products to 10 bits of mantissa. On the CPU, the ranks of a machine share the cores that its container may
+    use, unless OMP_NUM_THREADS is set: PyTorch takes all cores of the machine for each.
     """
     import torch
     from composer.devices import DeviceCPU, DeviceGPU
 
-    return DeviceGPU(allow_tf32=False) if torch.cuda.is_available() else DeviceCPU()
+    if torch.cuda.is_available():
+        return DeviceGPU(allow_tf32=False)
+    if "OMP_NUM_THREADS" not in os.environ:
+        from joblib import cpu_count
+
+        share = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(min(max(share, 1), torch.get_num_threads()))
+    return DeviceCPU()
 
 
 def supports_bf16() -> bool:

@@ -32,7 +32,7 @@ from biphasic.training.metrics_file import SCORES
 from biphasic.workers.parent import die_with_parent
 
 POLL_SECONDS = 30.0
-_MAIN = Path(__file__).parents[1] / "main.py"
+_TRIAL = (sys.executable, "-m", "biphasic.finetuning")
 _NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
     "task": {"data", "scored_on"},  # paths, which differ between machines
@@ -177,6 +177,4 @@ class Watcher:
         with file.with_suffix(".log").open("w") as log:
             # A session of its own doesn't receive the terminal's Ctrl-C. If this process is interrupted, `run` kills it.
             keys: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True, "preexec_fn": prepare}
-            return subprocess.run(
-                [sys.executable, str(_MAIN), str(file)], check=False, env=environment, **keys
-            ).returncode
+            return subprocess.run([*_TRIAL, str(file)], check=False, env=environment, **keys).returncode

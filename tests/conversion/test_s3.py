@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,25 @@ def test_a_failing_upload_is_named(bucket: Path, config_for: Make) -> None:
 def started(config: ConvertConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.tokenizer).sha256
     return {"config": config.model_dump(mode="json"), "tokenizer": tokenizer, "commit": None, "units": {}}
+
+
+def test_an_interrupted_conversion_leaves_nothing_in_the_temporary_folder(
+    bucket: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are killed do not remove their scratch folders themselves."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    output = f"s3://{bucket.name}/out"
+
+    def interrupt(driver: Any) -> None:
+        if not (pid := os.fork()):
+            (open_store(output).scratch() / "shard").write_text("half")
+            os._exit(1)
+        os.waitpid(pid, 0)
+        assert len(list((tmp_path / "scratch").glob("*/shard"))) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("biphasic.conversion.convert._Driver.run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(config_for(sentences(20, seed=1), output=output))
+    assert list((tmp_path / "scratch").iterdir()) == []

@@ -121,6 +121,15 @@ def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 300
 
 
+def test_a_mount_point_is_refused(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "tokenizer")
+    assert main(["tokenizer", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'tokenizer'}: is a mount point, ")
+
+
 def test_an_empty_file_is_named(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text" / "x.jsonl").touch()
     assert main(["tokenizer", str(file), "--size", "300"]) == 2

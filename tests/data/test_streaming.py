@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -147,6 +148,25 @@ def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:
     assert smallest_limit(config.model_copy(update={"predownload": 100})) == size + 12 * largest
     assert smallest_limit(config.model_copy(update={"predownload": 100, "num_workers": 50})) == size + 60 * largest
     assert smallest_limit(config, train=False) == size + 4 * largest  # not shuffled
+
+
+def test_a_temporary_folder_in_which_loader_processes_would_hang_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"/tmp/{'long' * 20}"
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: f"{folder}/pymp-0")
+    made = write_numbered(tmp_path / "made", 20)
+    with pytest.raises(
+        UserError, match=r"^TMPDIR: /tmp/(long){20} has a path of 85 bytes, .* at most 75, as TMPDIR=/tmp$"
+    ):
+        open_rows(data(made, num_workers=1))
+
+
+def test_loader_processes_are_forks(tmp_path: Path) -> None:
+    """Python 3.14 would start others, which know nothing of this process: the flag of their signals, for example."""
+    made = write_numbered(tmp_path / "made", 20)
+    assert open_rows(data(made, num_workers=1), batch=2).multiprocessing_context.get_start_method() == "fork"
 
 
 def test_the_limit_never_deletes_a_local_dataset(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
-from biphasic.config.finetune import ClassificationConfig
+from biphasic.config.finetune import ClassificationConfig, TokensConfig
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
 from biphasic.export.folder import hub_id, parse_card
@@ -111,6 +111,25 @@ def test_the_record_as_tables(record: dict[str, Any]) -> None:
         assert f"{line}\n" in card, line
 
 
+def test_steps_have_the_size_of_their_batches(record: dict[str, Any]) -> None:
+    assert "| Steps | 12 of 8 rows of 32 |\n" in pretrained_card(record)
+    record["losses"]["loss/train/mlm_bits_per_byte"] = 1.5
+    config = yaml.safe_load(record["config"])
+    config["objective"]["phases"][1] |= {"global_batch_size": 4, "data": {"folder": "long", "sequence_length": 64}}
+    config["objective"]["phases"].append({"name": "mlm", "masking_ratio": 0.2})
+    record["phases"].append({"name": "mlm", "batches": 1, "tokens": 256})
+    record["config"] = yaml.safe_dump(config)
+    card = pretrained_card(record)
+    for line in (
+        "| Steps | 12 |",
+        "| 0 | clm | 6 of 8 rows of 32 | 1,536 |  |",
+        "| 1 | mlm | 6 of 4 rows of 64 | 1,536 | 0.4 |",
+        "| 2 | mlm | 1 of 4 rows of 64 | 256 | 0.2 |",
+        "## Losses at the end (nats per predicted token, and bits per byte of text)",
+    ):
+        assert f"{line}\n" in card, line
+
+
 def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     card = pretrained_card(record, "mine", family="qwen3", has_code=True)
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
@@ -159,3 +178,21 @@ def test_a_card_that_would_be_refused_is_not_made(record: dict[str, Any], monkey
     monkeypatch.setattr("biphasic.export.card.hub_id", lambda path: path)
     with pytest.raises(UserError, match="base_model"):
         tuned_card({"From": "not a model"})
+
+
+@pytest.mark.parametrize("marks_continuations", [False, True])
+@pytest.mark.parametrize("labelled", ["first", "all"])
+def test_the_card_of_token_labels_says_which_tokens_were_trained_and_scored(
+    labelled: Literal["first", "all"], marks_continuations: bool
+) -> None:
+    task = TokensConfig(kind="tokens", name="conll2003", data="data/tasks/conll2003", labelled=labelled)
+    export = {"family": "eurobert", "has_code": False, "has_head_class": True}
+    card = finetuned_card("my-tagger", {}, task, 128, marks_continuations=marks_continuations, **export)
+    words = " ".join(card.split())
+    assert ("its other tokens were not trained" in words) == (labelled == "first")
+    assert ("The scores above take the label of most of a word's tokens" in words) == (labelled == "all")
+    if marks_continuations:
+        assert ("The code above takes the label of its first token." in words) == (labelled == "all")
+    else:
+        assert f'aggregation_strategy="{"average" if labelled == "all" else "first"}"' in card
+        assert ("No `aggregation_strategy` does: `average`" in words) == (labelled == "all")

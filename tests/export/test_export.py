@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+from biphasic.checkpointing.merge import merge_checkpoints
 from biphasic.commands import main
 from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -86,6 +88,21 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path: Path, tokenizer: Tokeni
     assert (out / "README.md").read_text() == "second"
     with pytest.raises(UserError, match="can't be written"):
         export_encoder(backbone, tokenizer, out / "README.md" / "below", "card")
+
+
+def test_no_folder_is_written_in_place_of_a_mount_point(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume of a container, for example: a rename onto it fails, after all the work."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume)
+    words = f"^{volume}: is a mount point, which can't be replaced by a finished folder: name a folder in it$"
+    with pytest.raises(UserError, match=words):
+        export_encoder(network().backbone, tokenizer, volume, "card")
+    with pytest.raises(UserError, match=words):
+        merge_checkpoints([str(tmp_path / "a"), str(tmp_path / "b")], volume)
+    export_encoder(network().backbone, tokenizer, volume / "model", "card")
 
 
 def test_unusable_checkpoints_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

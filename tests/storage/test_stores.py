@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -147,6 +148,24 @@ def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> Non
     assert list(place.list()) == ["a/file.txt"]
     place.remove_unfinished()
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file.txt"]
+
+
+def test_scratch_folders_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_store: Callable[[str], MakeBucket]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = open_store(f"{use_store('rclone')('scratch')}/x")
+    if not (pid := os.fork()):
+        (place.scratch() / "shard").write_text("half")
+        os._exit(1)
+    os.waitpid(pid, 0)
+    [left] = tmp_path.iterdir()
+    elsewhere = tmp_path / left.name.replace(socket.gethostname(), "another-host")
+    elsewhere.mkdir()
+    own = place.scratch()
+    assert set(tmp_path.iterdir()) == {elsewhere, own}
+    place.remove_unfinished()
+    assert set(tmp_path.iterdir()) == {elsewhere, own}
 
 
 def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from composer.core import Timestamp
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.training.record import RunRecord, conversion_record
@@ -40,3 +41,15 @@ def test_the_command_can_be_run_again(write_yaml: Write, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", command)
     record = RunRecord(config_of(write_yaml()), Mock(), {}).record
     assert shlex.split(record["command"]) == command
+
+
+def test_the_losses_are_those_of_the_last_batch_s_objective(write_yaml: Write) -> None:
+    callback = RunRecord(config_of(write_yaml()), Mock(), {})
+    for number, phase in enumerate(("clm", "mlm")):
+        before, after = (Timestamp(batch=number + add, token=number + add) for add in (0, 1))
+        losses = {"loss/train/total": 2.0 - number, f"loss/train/{phase}": 2.0 - number}
+        batch = Mock(phase=number)
+        state = Mock(batch=batch, previous_timestamp=before, timestamp=after, total_loss_dict=losses)
+        callback.record["losses"]["metrics/mlm/loss"] = 3.0
+        callback.batch_end(state, Mock())
+    assert callback.record["losses"] == {"loss/train/total": 1.0, "loss/train/mlm": 1.0, "metrics/mlm/loss": 3.0}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -55,6 +57,24 @@ assert (about["environment"]["OF_DRIVER"], about["environment"]["OF_WORKERS"]) =
 """
     run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path: Path, length: int) -> None:
+    """In processes of their own, which have made no other folder before."""
+    code = "from biphasic.workers.local import LocalWorkers\nLocalWorkers({}).close()"
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder = folder / ("x" * (length - len(str(folder)) - 1))
+    folder.mkdir()
+    environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    shutil.rmtree(folder.parent)
+    if length == 75:
+        assert (run.returncode, run.stderr) == (0, "")
+    else:
+        assert run.stderr.splitlines()[-1].startswith(
+            f"biphasic.errors.UserError: TMPDIR: {folder} has a path of 76 bytes"
+        )
 
 
 def test_what_cannot_be_pickled(group: LocalWorkers) -> None:

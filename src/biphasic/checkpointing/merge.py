@@ -26,7 +26,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_record, read_weights, weight_shapes
-from biphasic.storage import atomic_path, file_hash, is_remote, join, open_store, user_errors
+from biphasic.storage import atomic_path, file_hash, is_free, is_remote, join, open_store, user_errors
 
 PORTION_BYTES = 256_000_000
 """Bytes of a checkpoint that are read at a time, unless a single weight is larger."""
@@ -47,7 +47,7 @@ def merge_checkpoints(
         UserError: a checkpoint is missing or can't be read, there are fewer than two, their architectures or tokenizers
             differ, the weights don't fit, or `out` is not an empty or missing folder, or can't be written.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not is_free(out):
         raise UserError(f"{out} exists: choose another folder for the merged checkpoint, or remove it first")
     sources = [source for path in paths for source in _find(path, last)]
     if len(sources) < 2:

@@ -139,9 +139,9 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
             except Timeout:
                 raise UserError(f"output {output}: another conversion is writing it at this moment") from None
             stack.callback((Path(output) / LOCK_FILE).unlink)
-            store.remove_unfinished()
-            # Workers that died have left files.
-            stack.callback(store.remove_unfinished)
+        store.remove_unfinished()
+        # Workers that died have left files.
+        stack.callback(store.remove_unfinished)
         if CONVERSION_STARTED in _sizes(store):
             started = _read_json(store, CONVERSION_STARTED)
             kind = "an unfinished conversion"

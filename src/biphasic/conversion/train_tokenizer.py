@@ -17,7 +17,7 @@ from biphasic.conversion.packing import document_number
 from biphasic.conversion.reading import Document, SourceFile, read_up_to_damage
 from biphasic.conversion.validation import draw_validation
 from biphasic.errors import UserError
-from biphasic.storage import atomic_path, user_errors
+from biphasic.storage import atomic_path, is_free, user_errors
 
 SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
 """The default special tokens by their role. MLM needs `mask`, conversion `eos` (or `bos`), and batches need `pad`."""
@@ -100,7 +100,7 @@ def train_tokenizer(
 
 
 def _require_free(folder: Path, force: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if is_free(folder):
         return
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: exists and is not a tokenizer folder: choose another folder")

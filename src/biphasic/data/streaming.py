@@ -21,6 +21,7 @@ from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_s
 from biphasic.errors import UserError, is_lost_rank
 from biphasic.storage import first_line, user_error
 from biphasic.versions import require_form
+from biphasic.workers.resources import require_short_temporary_folder
 
 Batch = dict[str, Any]
 """`tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (from 1 in each row; 0 at padding), `row_ids` int64
@@ -124,10 +125,13 @@ def build_loader(
         train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
 
     Raises:
-        UserError: a stream is missing, unfinished or can't be opened, or the cache limit is too small.
+        UserError: a stream is missing, unfinished or can't be opened, the cache limit is too small, or the path of the
+            temporary folder is too long.
         ShardError: a shard can't be downloaded or is damaged. Raised while batches are read.
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
+    if config.num_workers:
+        require_short_temporary_folder()
     wait_for_sizes_of_shared_memory()
     opened = [open_stream(stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
@@ -167,6 +171,8 @@ def build_loader(
         batch_size=batch_size,
         drop_last=train,
         num_workers=config.num_workers,
+        # Since Python 3.14 the default is another, whose processes don't share the flag of `handle_loader_signals`.
+        multiprocessing_context="fork" if config.num_workers else None,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,

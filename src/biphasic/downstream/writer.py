@@ -15,7 +15,7 @@ from biphasic.config.tasks import DatasetConfig, TasksConfig
 from biphasic.downstream.tables import InvalidRow, Rows, Table, UnusedRow, open_table
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
-from biphasic.storage import LocalStore, join, open_store
+from biphasic.storage import join, open_store
 
 TASK_RECORD = "task.json"
 STARTED = "task.started"
@@ -46,8 +46,7 @@ class TaskWriter:
     def __init__(self, name: str, config: TasksConfig):
         self.name, self.config = name, config
         self.store = open_store(join(config.output, name))
-        if isinstance(self.store, LocalStore):
-            self.store.remove_unfinished()
+        self.store.remove_unfinished()
         self.scratch: Path = self.store.scratch()
         self.label_names: list[str] | None = None
         self.record: dict[str, Any] = {"rows": {}, "left_out": {}, "not_used": {}, "warnings": [], "commits": {}}

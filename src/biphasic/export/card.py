@@ -112,6 +112,7 @@ def finetuned_card(
         template = json.dumps(task.text, ensure_ascii=False)
         values["text"] = texts["text"] if task.text == "{text}" else f"{template}.format({arguments})"
         values["text"] += ".lower()" if lowercase else ""
+    values["labels_all"] = task.kind == "tokens" and task.labelled == "all"
     values |= {"family": family, "has_code": has_code, "rows": rows, "length": f"{max_length:,}"}
     return _card(task.kind, name, rows.get("From"), metadata, **values)
 
@@ -139,9 +140,9 @@ def _card(kind: str, name: str, trained_from: str | None, metadata: dict[str, An
 
 
 def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    data = record["data"]
+    data, shapes = record["data"], _shapes(config)
     rows = {
-        "Steps": f"{record['batches']:,} of {config['global_batch_size']:,} rows of {config['data']['sequence_length']:,}",
+        "Steps": f"{record['batches']:,}{shapes[0] if len(set(shapes)) == 1 else ''}",
         "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
         "Command": f"`{record['command']}`",
@@ -179,10 +180,21 @@ def _source(source: Any) -> str:
 
 
 def _phases(record: dict[str, Any], config: dict[str, Any]) -> list[list[str]]:
-    """Return the objective, steps, tokens and masking ratio of each phase."""
-    phases = []
-    for done, phase in zip(record["phases"], config["objective"]["phases"], strict=False):
+    """Return the objective, steps, tokens and masking ratio of each phase, and its batches if those of phases differ."""
+    phases, shapes = [], _shapes(config)
+    for done, phase, shape in zip(record["phases"], config["objective"]["phases"], shapes, strict=False):
         ratio = phase.get("masking_ratio", "")
         shown = f"{ratio['start']} to {ratio['end']}" if isinstance(ratio, dict) else str(ratio)
-        phases.append([done["name"], f"{done['batches']:,}", f"{done['tokens']:,}", shown])
+        steps = f"{done['batches']:,}{shape if len(set(shapes)) > 1 else ''}"
+        phases.append([done["name"], steps, f"{done['tokens']:,}", shown])
     return phases
+
+
+def _shapes(config: dict[str, Any]) -> list[str]:
+    """Return the size of each phase's batches in words. A phase that names none has that of the phase before."""
+    rows, length, shapes = config["global_batch_size"], config["data"]["sequence_length"], []
+    for phase in config["objective"]["phases"]:
+        rows = phase.get("global_batch_size") or rows
+        length = (phase.get("data") or {}).get("sequence_length") or length
+        shapes.append(f" of {rows:,} rows of {length:,}")
+    return shapes

@@ -22,7 +22,7 @@ from biphasic.export.formats import Format, Kind
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
-from biphasic.storage import atomic_path, user_errors
+from biphasic.storage import atomic_path, is_free, user_errors
 
 HEAD_FILE = "head.safetensors"
 """File for a head that the format has no class for."""
@@ -191,8 +191,11 @@ def write_folder(
 
 
 def require_free(out: Path, force: bool) -> None:
-    """Raise a UserError if `out` exists, unless it is an empty folder, or an earlier export and `force` is set."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    """Raise a UserError if `out` exists, unless it is an empty folder, or an earlier export and `force` is set.
+
+    Also if it is a mount point.
+    """
+    if is_free(out):
         return
     if not (out / EXPORT_FILE).is_file():
         raise UserError(f"{out} exists and is not an export: choose another folder")

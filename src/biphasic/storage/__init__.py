@@ -15,6 +15,7 @@ from biphasic.storage.local import (
     atomic_path,
     cached_file_hash,
     file_hash,
+    is_free,
     parquet_bytes,
     write_parquet,
 )
@@ -31,8 +32,9 @@ from biphasic.storage.paths import (
 
 __all__ = [
     "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account",
-    "cached_file_hash", "file_hash", "filesystem", "first_line", "is_inside", "is_remote", "is_unreachable", "join",
-    "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors", "write_parquet",
+    "cached_file_hash", "file_hash", "filesystem", "first_line", "is_free", "is_inside", "is_remote",
+    "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors",
+    "write_parquet",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore

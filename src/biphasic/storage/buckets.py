@@ -6,6 +6,8 @@ import functools
 import os
 import posixpath
 import re
+import shutil
+import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -45,7 +47,15 @@ class _BucketStore(ABC):
         file.unlink()
 
     def scratch(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix="biphasic-"))
+        self.remove_unfinished()
+        return Path(tempfile.mkdtemp(prefix=f"biphasic-{os.getpid()}-{socket.gethostname()}-"))
+
+    def remove_unfinished(self) -> None:
+        """Remove the `scratch` folders that this host's killed processes left, of any store."""
+        name = re.compile(rf"biphasic-(\d+)-{re.escape(socket.gethostname())}-\w{{8}}")
+        for folder in Path(tempfile.gettempdir()).iterdir():
+            if (match := name.fullmatch(folder.name)) and not Path("/proc", match[1]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, require_inside(name))
@@ -62,6 +72,11 @@ class S3Store(_BucketStore):
         self._attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))
         retries: dict[str, Any] = {"total_max_attempts": self._attempts}
         retries["mode"] = os.environ.get("AWS_RETRY_MODE", "standard")
+        # boto3 would add checksums that other stores than Amazon's may not know, over HTTPS behind a content whose length
+        # it doesn't send.
+        required = "when_required" if endpoint() else None
+        sent = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", required)
+        checked = os.environ.get("AWS_RESPONSE_CHECKSUM_VALIDATION", required)
         with _as_os_error():
             self._client: Any = _session().client(
                 "s3",
@@ -72,6 +87,8 @@ class S3Store(_BucketStore):
                     connect_timeout=CONNECT_SECONDS,
                     read_timeout=READ_SECONDS,
                     max_pool_connections=_CONNECTIONS,
+                    request_checksum_calculation=sent,
+                    response_checksum_validation=checked,
                 ),  # pyright: ignore[reportArgumentType]
             )
 

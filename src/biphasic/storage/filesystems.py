@@ -34,7 +34,7 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
         return LocalFileSystem(), path
     scheme, _, name = without_password(path).partition("://")
     if scheme == "s3":
-        return _s3(endpoint()), name
+        return _s3(endpoint(), name.partition("/")[0]), name
     if scheme == "gs":
         return _gcs(os.environ.get("STORAGE_EMULATOR_HOST")), name
     if scheme == "az":
@@ -99,7 +99,10 @@ def azure_account() -> AzureAccount:
 
 
 @lru_cache
-def _s3(endpoint: str | None) -> FileSystem:
+def _s3(endpoint: str | None, bucket: str) -> FileSystem:
+    """Return the file system of a bucket, with the proxy and the certificates that boto3 takes from the environment."""
+    from botocore.httpsession import ProxyConfiguration
+    from botocore.utils import get_environ_proxies
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
     settings: dict[str, Any] = {
@@ -108,11 +111,43 @@ def _s3(endpoint: str | None) -> FileSystem:
         "retry_strategy": AwsStandardS3RetryStrategy(int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))),
     }
     if endpoint is None:
-        return S3FileSystem(**settings)
-    parts = urlsplit(endpoint)
-    # Without a region, pyarrow would ask AWS for the bucket's region.
-    settings |= {"region": region(), "endpoint_override": parts.netloc + parts.path, "scheme": parts.scheme}
+        settings["region"] = _bucket_region(bucket)
+        url = f"https://{bucket}.s3.{settings['region']}.amazonaws.com"
+    else:
+        parts, url = urlsplit(endpoint), endpoint
+        # Without a region, pyarrow would ask AWS for the bucket's region.
+        settings |= {"region": region(), "endpoint_override": parts.netloc + parts.path, "scheme": parts.scheme}
+    if proxy := ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url):
+        settings["proxy_options"] = proxy
+    if certificates := os.environ.get("AWS_CA_BUNDLE"):
+        settings["tls_ca_file_path"] = certificates
     return S3FileSystem(**settings)
+
+
+def _bucket_region(bucket: str) -> str | None:
+    """Return the region of one of Amazon's buckets, since pyarrow doesn't follow a redirect to it.
+
+    Amazon names it to anyone who asks for the bucket, also in an answer that refuses access.
+    """
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    settings: dict[str, Any] = {
+        "signature_version": UNSIGNED,
+        "retries": {"total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS)), "mode": "standard"},
+        "connect_timeout": CONNECT_SECONDS,
+        "read_timeout": READ_SECONDS,
+    }
+    try:
+        client: Any = boto3.Session().client("s3", region_name=region(), config=Config(**settings))
+        answer = client.head_bucket(Bucket=bucket)
+    except ClientError as error:
+        answer = error.response
+    except BotoCoreError as error:
+        raise OSError(str(error)) from error
+    return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region") or region()
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from biphasic.errors import UserError
 from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, require_inside
 
 LOCK_FILE = f"{UNFINISHED_PREFIX}lock"
@@ -144,6 +145,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(partial, path)
     finally:
         _remove(partial)
+
+
+def is_free(folder: Path) -> bool:
+    """Return whether there is nothing or an empty folder where `atomic_path` is to put a folder.
+
+    Raises a UserError if it is a mount point, which no other folder can take the place of.
+    """
+    if os.path.ismount(folder.resolve()):
+        raise UserError(
+            f"{folder}: is a mount point, which can't be replaced by a finished folder: name a folder in it"
+        )
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def _remove(path: Path) -> None:

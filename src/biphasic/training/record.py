@@ -46,7 +46,7 @@ class RunRecord(Callback):
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Count the batch in the run's and its phase's totals, and record its losses."""
+        """Count the batch in the run's and its phase's totals, and record its losses, which replace those before it."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
         previous, record = state.previous_timestamp, self.record
         assert previous is not None and batch.phase is not None
@@ -56,7 +56,9 @@ class RunRecord(Callback):
         phase["tokens"] += state.timestamp.token.value - previous.token.value
         now = elapsed(state.timestamp)
         record.update(batches=now.batches, rows=now.rows, tokens=now.tokens, epochs=now.epochs)
-        record["losses"].update({name: float(value) for name, value in (state.total_loss_dict or {}).items()})
+        # An earlier objective's loss would stay that of its last batch.
+        kept = {name: value for name, value in record["losses"].items() if not name.startswith("loss/train/")}
+        record["losses"] = kept | {name: float(value) for name, value in (state.total_loss_dict or {}).items()}
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Record the validation losses."""

@@ -18,7 +18,7 @@ from typing import Any
 from biphasic.errors import UserError
 from biphasic.limits import raise_file_limit
 from biphasic.workers.group import WorkerGroup
-from biphasic.workers.resources import available_cores, visible_gpus
+from biphasic.workers.resources import available_cores, require_short_temporary_folder, visible_gpus
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -31,6 +31,7 @@ class LocalWorkers(WorkerGroup):
     """
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()):
+        require_short_temporary_folder()
         self.cpus, self._gpu_names = available_cores(), visible_gpus()
         self.gpus = len(self._gpu_names)
         # A CUDA context of the fork server would make CUDA unusable in its forks. With the first variable, PyTorch tells
