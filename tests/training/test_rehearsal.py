@@ -189,7 +189,7 @@ def test_memory_is_for_plans_of_pretraining(
 
 def test_a_preset(tmp_path: Path) -> None:
     """`make rehearse` runs all of them."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "rehearse.py"), "yamls/210m_biphasic.yaml"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "rehearse.py"), "yamls/210m_mlm.yaml"]
     run = subprocess.run(
         [*command, "--ranks", "8", "--set", "microbatch_size=2"],
         cwd=tmp_path,

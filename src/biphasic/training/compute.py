@@ -102,7 +102,9 @@ class MicrobatchSize(Algorithm):
             if _is_measured(self.config):
                 for evaluator in state.evaluators:
                     evaluator.device_eval_microbatch_size = self.sizes[0]
-                torch.cuda.reset_peak_memory_stats()  # the run's peak is not that of the largest microbatch that was tried
+                if torch.cuda.is_available():
+                    # The run's peak is not that of the largest microbatch that was tried.
+                    torch.cuda.reset_peak_memory_stats()
 
     def _compile(self, state: State) -> None:
         """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
