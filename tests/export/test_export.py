@@ -174,8 +174,8 @@ def test_an_export_reads_texts_as_its_checkpoint_does(tmp_path: Path, dataset: P
     assert loaded(texts, truncation=True).input_ids == rows
     sentence_settings = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
     assert sentence_settings["max_seq_length"] == LENGTH
-    said = "puts a beginning-of-text token before" if add_bos else "have no beginning-of-text token"
-    assert said in (tmp_path / "out" / "README.md").read_text()
+    sentence = "puts a beginning-of-text token before" if add_bos else "have no beginning-of-text token"
+    assert sentence in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_original_tokenizer_s_settings_are_replaced(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -52,7 +52,7 @@ class _Store(BaseHTTPRequestHandler):
             if f".{_REGION}." not in self.headers["Host"]:
                 status, length = 301, 0
             elif self.path == "/":
-                status, length = 403, 0  # who doesn't sign a request is told the region all the same
+                status, length = 403, 0  # as Amazon answers an unsigned request, with the region
         self.send_response(status)
         self.send_header("x-amz-bucket-region", _REGION)
         self.send_header("ETag", '"0"')

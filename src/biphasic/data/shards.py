@@ -190,11 +190,11 @@ def require_shards(stream: StreamConfig) -> None:
         name, size = file["basename"], int(file["bytes"])
         with user_errors(f"dataset {dataset}: can't be read"):
             # Its folder may be a link, which the list of a local folder leaves out.
-            there = stored.get(name) or store.stat(name)
-        if there is None or there.bytes != size:
-            found = "is missing" if there is None else f"has {there.bytes:,} bytes instead of {size:,}"
+            file_stored = stored.get(name) or store.stat(name)
+        if file_stored is None or file_stored.bytes != size:
+            problem = "is missing" if file_stored is None else f"has {file_stored.bytes:,} bytes instead of {size:,}"
             raise UserError(
-                f"shard {dataset}/{name}: {found}: restore it before the run, which would stop when it needs it"
+                f"shard {dataset}/{name}: {problem}: restore it before the run, which would stop when it needs it"
             )
 
 

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.load import load_job
-from biphasic.config.phase_inputs import longest_row
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
 from biphasic.export.write import Weights, require_free, write_folder
 from biphasic.model.backbone import build_language_model, hf_config_from_json
 from biphasic.model.checkpoint import read_record
-from biphasic.model.encoder import trained_tokenizer
+from biphasic.model.encoder import TextTokenizer, trained_text_tokenizer
 from biphasic.model.pooling import SentenceSettings
 
 Precision = Literal["fp32", "bf16"]
@@ -49,11 +47,10 @@ def export_checkpoint(
     try:
         local = local_checkpoint(checkpoint, downloads)
         record = read_record(local)
-        tokenizer = trained_tokenizer(record)
-        fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
+        text_tokenizer = trained_text_tokenizer(record)
+        fmt = choose_format(hf_config_from_json(record["backbone"]), text_tokenizer.tokenizer)
         card = pretrained_card(record, name, family=fmt.family, has_code=bool(fmt.files))
-        length, has_bos = longest_row(yaml.safe_load(record["config"])), bool(record["data"].get("add_bos"))
-        _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force, length, has_bos, source)
+        _write(fmt, Weights.from_checkpoint(local), text_tokenizer, out, card, dtype, force, source)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
 
@@ -74,22 +71,22 @@ def export_initial(
     model = build_language_model(config.model, config.longest_row, config.seed, tokenizer)
     fmt = choose_format(model.config, tokenizer)
     card = untrained_card(config.model_dump(mode="json"), name, family=fmt.family, has_code=bool(fmt.files))
-    _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force, config.longest_row)
+    text_tokenizer = TextTokenizer(tokenizer, config.longest_row)
+    _write(fmt, Weights.in_memory(model.state_dict()), text_tokenizer, out, card, dtype, force)
 
 
 def _write(
     fmt: Format,
     weights: Weights,
-    tokenizer: Tokenizer,
+    text_tokenizer: TextTokenizer,
     out: Path,
     card: str,
     dtype: Precision,
     force: bool,
-    length: int,
-    has_bos: bool = False,
     source: Mapping[str, Any] | None = None,
 ) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16 if dtype == "bf16" else torch.float32, "force": force}
-    options |= {"settings": SentenceSettings(max_length=length), "keep_special_tokens": has_bos, "source": source}
-    count = write_folder(fmt, "ForMaskedLM", weights, tokenizer, out, card, **options)
+    options |= {"source": source, "keep_special_tokens": bool(text_tokenizer.prefix or text_tokenizer.suffix)}
+    settings = SentenceSettings(max_length=text_tokenizer.max_length)
+    count = write_folder(fmt, "ForMaskedLM", weights, text_tokenizer.tokenizer, out, card, settings, **options)
     print(f"{out}: {count:,} parameters in {dtype}, {fmt.config.model_type} format")

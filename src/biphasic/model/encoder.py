@@ -45,7 +45,7 @@ class TextTokenizer:
     Attributes:
         max_length: maximum number of tokens of the encoder, including special tokens.
         prefix: special tokens before a text, such as BERT's [CLS]; of the models trained by Biphasic, only those that
-            started from ModernBERT have some.
+            started from ModernBERT or whose rows had BOS have some.
         suffix: special tokens after a text, such as BERT's [SEP].
     """
 
@@ -179,29 +179,25 @@ def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     return groups_up_to(tokens, shortest_first, lambda index: lengths[index])
 
 
-def trained_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
-    """Load the tokenizer of a run (`read_record`), which adds BOS to a text if the rows had it (`add_bos: true`).
+def trained_text_tokenizer(record: Mapping[str, Any]) -> TextTokenizer:
+    """Load the tokenizer of a run (`read_record`), up to the longest row of training.
 
-    ModernBERT's adds its own special tokens.
+    It adds the special tokens that the rows had: BOS with `add_bos: true`, or ModernBERT's own.
     """
-    tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
-    if record["data"].get("add_bos") and not _is_modernbert(record):
-        return tokenizer.adding_special_tokens([tokenizer.require("bos")], [])
-    return tokenizer
-
-
-def _is_modernbert(record: Mapping[str, Any]) -> bool:
-    return json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS
+    run = yaml.safe_load(record["config"])
+    tokenizer, around = load_tokenizer(run["tokenizer"]), ((), ())
+    if json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS:
+        around = tokenizer.prefix_and_suffix()
+    elif record["data"].get("add_bos"):
+        around = (tokenizer.require("bos"),), ()
+        tokenizer = tokenizer.adding_special_tokens(*around)
+    return TextTokenizer(tokenizer, longest_row(run), SentenceSettings(), *around)
 
 
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`."""
     if is_checkpoint(path):
-        record = read_record(path)
-        tokenizer, length = trained_tokenizer(record), longest_row(yaml.safe_load(record["config"]))
-        has_special = _is_modernbert(record) or record["data"].get("add_bos")
-        around = tokenizer.prefix_and_suffix() if has_special else ((), ())
-        return TextTokenizer(tokenizer, length, SentenceSettings(), *around)
+        return trained_text_tokenizer(read_record(path))
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     config = load_hf_config(path, revision, trust_remote_code)
