@@ -26,12 +26,15 @@ from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError
 from biphasic.ranks import FAILED, INTERRUPTED
+from biphasic.signals import noted_signals
 from biphasic.storage import Store, first_line, is_remote, is_unreachable, json_bytes, open_store, user_error
 from biphasic.training.loggers import log_scores
 from biphasic.training.metrics_file import SCORES
 from biphasic.workers.parent import die_with_parent
 
 POLL_SECONDS = 30.0
+NICENESS = 19
+"""Of trials, so that they yield to a run on the same machine."""
 _TRIAL = (sys.executable, "-m", "biphasic.finetuning")
 _NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
@@ -59,7 +62,7 @@ class Watcher:
         self.place, self.task, self.every = place, task, every
         self._folder = f"{SCORES}/{task.run_name}"
         self._settings = task.model_dump(mode="json", exclude=_NOT_COMPARED)
-        self._scored, self._failed, self._said = list[str](), list[int](), ""
+        self._scored, self._failed, self._said, self._signals = list[str](), list[int](), "", list[str]()
 
     def watch(self) -> int:
         """Score checkpoints until the run's last one is scored, and return the exit status: 1 if a trial failed.
@@ -67,18 +70,18 @@ class Watcher:
         After Ctrl-C or SIGTERM it is 130; the same command goes on. Raises a UserError if the scores of this name
         were made with other settings, if the place can't be read, or if the first trial fails.
         """
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            while not self._step():
-                pass
+            # Python loses an exception that a signal raises while it starts a process, and one that it raises while
+            # boto3 starts a thread can leave a download that never ends: both would keep this process from ending.
+            with noted_signals((signal.SIGINT, signal.SIGTERM), interrupt_on_second=True) as self._signals:
+                while not self._step():
+                    self._pause(0)
             status, end = 0, f"the run has finished; all scores: biphasic runs {self.place}"
             if self._failed:
                 names = ", ".join(f"ba{batch}" for batch in self._failed)
                 status, end = FAILED, f"failed: {names}; the same command tries again"
         except KeyboardInterrupt:
             status, end = INTERRUPTED, "interrupted: the same command goes on from there"
-        finally:
-            signal.signal(signal.SIGTERM, previous)
         print(f"scored since this start: {', '.join(self._scored) or 'nothing'}\n{end}", flush=True)
         return status
 
@@ -115,8 +118,16 @@ class Watcher:
         if text != self._said:
             print(text, flush=True)
         self._said = text
-        time.sleep(POLL_SECONDS)
+        self._pause(POLL_SECONDS)
         return False
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep. Raises KeyboardInterrupt if a signal has arrived or arrives."""
+        end = time.monotonic() + seconds
+        while not self._signals and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+        if self._signals:
+            raise KeyboardInterrupt
 
     def _score(self, store: Store, manifest: Manifest) -> None:
         """Fine-tune a checkpoint, and log and write its scores. If the run has removed it meanwhile, only print so."""
@@ -169,12 +180,18 @@ class Watcher:
             environment.setdefault("CUDA_VISIBLE_DEVICES", "")
 
         def prepare() -> None:
-            os.nice(19)
+            os.nice(NICENESS)
             with suppress(OSError):  # some Linux systems weigh sessions against each other, instead of processes
-                Path("/proc/self/autogroup").write_text("19")
+                Path("/proc/self/autogroup").write_text(str(NICENESS))
             die_with_parent(parent)
 
         with file.with_suffix(".log").open("w") as log:
-            # A session of its own doesn't receive the terminal's Ctrl-C. If this process is interrupted, `run` kills it.
+            # A session of its own doesn't receive the terminal's Ctrl-C.
             keys: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True, "preexec_fn": prepare}
-            return subprocess.run([*_TRIAL, str(file)], check=False, env=environment, **keys).returncode
+            trial = subprocess.Popen([*_TRIAL, str(file)], env=environment, **keys)
+            try:
+                while trial.poll() is None:
+                    self._pause(0.1)
+            finally:
+                trial.kill()
+            return trial.wait()
