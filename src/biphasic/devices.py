@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
+from biphasic.limits import available_cores
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +49,7 @@ def rank_device() -> Device:
     if torch.cuda.is_available():
         return DeviceGPU(allow_tf32=False)
     if "OMP_NUM_THREADS" not in os.environ:
-        from joblib import cpu_count
-
-        share = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(min(max(share, 1), torch.get_num_threads()))
     return DeviceCPU()
 

@@ -1,9 +1,8 @@
-"""Rows from shards: each once, none damaged, within the cache, in an order that does not depend on the machines."""
+"""Rows from shards: each once, none damaged, and within the cache."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import shutil
 import tempfile
@@ -12,60 +11,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from streaming import MDSWriter
-from streaming.base import dataset as streaming_dataset
-from streaming.base.batching import generate_work
-from streaming.base.world import World
 
 from biphasic.checkpointing.manifest import list_checkpoints
-from biphasic.config.data import DataConfig
 from biphasic.data import shards
 from biphasic.data.shards import ShardError
-from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from conftest import MakeBucket, Write
 from helpers.buckets import bucket_for, client, flip_a_bit, smallest_limit, upload, upload_to
-from helpers.tiny import LENGTH, config_of, launch, losses, release_streaming, train
-
-BATCH = 8
+from helpers.numbered_rows import data, numbers, open_rows, write_numbered
+from helpers.tiny import config_of, launch, losses, release_streaming, train
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch waits five seconds for each loader process whose iterator a garbage collection finds."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-
-
-def write_numbered(folder: Path, rows: int, *, in_shard: int = 20, compression: str | None = "zstd") -> Path:
-    """Rows that hold their number, `in_shard` of them in a shard."""
-    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
-    # A row's bytes, and what the format adds to them.
-    size = (2 * LENGTH + 4 + 12) * in_shard + 200
-    noise = np.random.default_rng(0)
-    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression=compression, size_limit=size) as out:
-        for number in range(rows):
-            tokens = noise.integers(0, 1 << 16, LENGTH, dtype=np.uint16)
-            tokens[0] = number
-            out.write({"tokens": tokens, "lengths": np.array([LENGTH], np.uint32)})
-    return folder
-
-
-def data(folder: Path | str, **keys: Any) -> DataConfig:
-    """With a `local` among the keys, `folder` is the remote."""
-    stream = {"local": keys.pop("local"), "remote": folder} if "local" in keys else {"local": str(folder)}
-    defaults = {"num_workers": 0, "num_canonical_nodes": 2, "shuffle_block_size": 64}
-    return DataConfig.model_validate({"sequence_length": LENGTH, "train": stream, **defaults, **keys})
-
-
-def open_rows(config: DataConfig, batch: int = BATCH, *, train: bool = True) -> Any:
-    return build_loader(config, config.streams, batch, seed=3, train=train)
-
-
-def numbers(batches: Any) -> list[int]:
-    return [int(number) for batch in batches for number in batch["tokens"][:, 0]]
 
 
 def folder_bytes(folder: Path) -> int:
@@ -320,115 +282,3 @@ def test_a_run_through_a_small_cache_equals_one_from_a_folder(
     batches = [json.loads(line)["batch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert batches.count(8) == 1 and batches.count(9) > 1
     assert 0 < folder_bytes(cache) <= limit
-
-
-def order(config: DataConfig, world: World, global_batch: int, *, start: int = 0, started_on: int | None = None) -> Any:
-    """The rows of each global batch [batches, rows] as these ranks' loaders deliver them, in canonical order.
-
-    The canonical order gives its rows to the nodes in turn, and each node's to its ranks in turn.
-    """
-    dataset = open_rows(config, global_batch // world.num_ranks).dataset
-    dataset.initial_physical_nodes = started_on
-    dataset._set_shuffle_block_size(world)
-    work = generate_work(dataset.batching_method, dataset, world, 0, start)
-    nodes, ranks, workers, batches, rows = work.shape
-    # A rank's loader takes a batch from each of its workers in turn.
-    in_turn = work.transpose(3, 2, 0, 1, 4).reshape(batches * workers, nodes, ranks, rows)
-    del dataset
-    release_streaming()
-    return in_turn.transpose(0, 3, 2, 1).reshape(batches * workers, -1)
-
-
-WORLDS = [(1, 1, 0), (1, 2, 2), (1, 8, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1), (4, 1, 3)]
-"""Nodes, ranks a node, workers a rank."""
-
-
-@pytest.fixture(scope="module")
-def numbered_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_numbered(tmp_path_factory.mktemp("numbered"), 1003)
-
-
-def world(nodes: int, ranks: int, workers: int) -> World:
-    return World(nodes, ranks, max(workers, 1), 0)
-
-
-def test_the_order_does_not_depend_on_the_number_of_nodes(numbered_rows: Path) -> None:
-    """With the defaults each global batch holds the same rows, whatever the ranks, and in the same canonical order."""
-    rows, size = 1003, 16
-    config = DataConfig.model_validate({"sequence_length": LENGTH, "train": {"local": str(numbered_rows)}})
-    assert config.num_canonical_nodes == 64
-    expected = order(config, world(*WORLDS[0]), size)[: rows // size]
-    # Streaming fills each canonical node up to the longest one's rows, and so repeats some at the end of the epoch.
-    assert len(np.unique(expected)) > rows // size * size - config.num_canonical_nodes
-    for shape in WORLDS[1:]:
-        resized = order(config, world(*shape), size)[: rows // size]
-        assert np.array_equal(resized, expected), shape
-
-
-def test_the_order_continues_after_a_change_of_nodes(numbered_rows: Path) -> None:
-    """Resumed after 20 of 62 batches, also on 3 nodes, which a run could not have begun on."""
-    rows, size, done = 1003, 24, 20
-    config = DataConfig.model_validate({"sequence_length": LENGTH, "train": {"local": str(numbered_rows)}})
-    expected = order(config, world(1, 2, 1), size)[: rows // size]
-    for started_on, shape in itertools.product([1, 2, 4], [(1, 2, 1), (2, 2, 2), (4, 2, 1)]):
-        resumed = order(config, world(*shape), size, start=done * size, started_on=started_on)
-        assert np.array_equal(resumed[: rows // size - done], expected[done:]), (started_on, shape)
-    # As many ranks a node as at the beginning, as Streaming assumes here: the same sets of rows.
-    resumed = order(config, world(3, 2, 1), size, start=done * size, started_on=2)[: rows // size - done]
-    assert np.array_equal(np.sort(resumed), np.sort(expected[done:]))
-
-
-@pytest.mark.parametrize("shape", WORLDS)
-def test_an_epoch_has_the_same_number_of_batches_on_any_machines(
-    numbered_rows: Path, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 16
-    machines = world(*shape)
-    monkeypatch.setattr(streaming_dataset.World, "detect", classmethod(lambda _: machines))
-    assert len(open_rows(data(numbered_rows), size // machines.num_ranks)) == 1003 // 16
-
-
-def test_a_number_of_nodes_that_a_run_cannot_start_on_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = write_numbered(tmp_path / "made", 300)
-    monkeypatch.setattr(streaming_dataset.World, "detect", classmethod(lambda _: world(3, 1, 1)))
-    monkeypatch.setattr(streaming_dataset.World, "detect_workers", lambda self: self)
-    with pytest.raises(UserError, match=r"a multiple or a divisor of the number of nodes \(3\); got 64"):
-        next(iter(open_rows(data(made, num_canonical_nodes=64), 4)))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -> None:
-    """700 rows are 87 batches; with 64 canonical nodes Streaming repeats 4 rows, which make another batch."""
-    config = data(write_numbered(tmp_path / "rows", 700), num_canonical_nodes=64, num_workers=workers)
-    whole = open_rows(config)
-    epochs = [numbers(itertools.islice(whole, 87)) for _ in range(3)]
-    for first in (80, 87 + 5):
-        later = open_at(config, first)
-        order = numbers(later) + numbers(later)
-        assert order == [number for epoch in epochs for number in epoch][first * BATCH :][: len(order)]
-        assert len(order) == (2 * 87 - first % 87) * BATCH
-        # The same after a resume, which begins another epoch in the middle.
-        later = open_at(config, first + 6)
-        resumed = numbers(later) + numbers(later)
-        assert resumed[: len(order) - 6 * BATCH] == order[6 * BATCH :][: len(resumed)]
-
-
-def open_at(config: DataConfig, batch: int) -> Any:
-    """A loader that begins at a batch of an order whose epochs have 87 batches."""
-    batches: Any = build_loader(config, config.streams, BATCH, seed=3, train=True)
-    batches.dataset.start_at(batch // 87, batch % 87 * BATCH)
-    return batches
-
-
-def test_start_at_is_rounded_up_to_whole_batches(tmp_path: Path) -> None:
-    for written, row in (
-        ("0ba", 0),
-        ("3ba", 24),
-        ("24sp", 24),
-        ("25sp", 32),
-        (f"{24 * LENGTH}tok", 24),
-        (f"{24 * LENGTH + 1}tok", 32),
-    ):
-        assert data(tmp_path, start_at=written).first_row(BATCH) == row

@@ -75,10 +75,19 @@ def inputs_differ(inputs: Sequence[PhaseInputs]) -> bool:
     return len({(each.source, each.rows) for each in inputs}) > 1
 
 
+def recorded_shapes(config: Mapping[str, Any]) -> list[BatchShape]:
+    """Return the size of each phase's batches, from a run's recorded configuration."""
+    rows, length, shapes = config["global_batch_size"], config["data"]["sequence_length"], list[BatchShape]()
+    for phase in config["objective"]["phases"]:
+        rows = phase.get("global_batch_size") or rows
+        length = (phase.get("data") or {}).get("sequence_length") or length
+        shapes.append(BatchShape(rows, length))
+    return shapes
+
+
 def longest_row(config: Mapping[str, Any]) -> int:
     """Return the number of tokens in the longest row of any phase, from a run's recorded configuration."""
-    phases = (phase.get("data") or {} for phase in config["objective"]["phases"])
-    return max(config["data"]["sequence_length"], *(phase.get("sequence_length") or 0 for phase in phases))
+    return max(shape.row_length for shape in recorded_shapes(config))
 
 
 def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks: int) -> KeyProblems:

@@ -23,9 +23,9 @@ from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.limits import available_cores
 from biphasic.storage import is_remote
 from biphasic.storage.hub import UNREACHABLE, is_made_by_jobs, why_missing
-from biphasic.workers.resources import available_cores
 
 _SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
 _SCRATCH_SHARDS = 9

@@ -17,9 +17,9 @@ from biphasic.conversion.reading import DamagedFileError
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit
 from biphasic.conversion.worker import Report, convert_unit
 from biphasic.errors import UserError
+from biphasic.limits import available_cores
 from biphasic.workers import open_workers
 from biphasic.workers.group import WorkerGroup
-from biphasic.workers.resources import available_cores
 
 _REPORT_SECONDS = 0.5
 _ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}

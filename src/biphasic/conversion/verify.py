@@ -28,9 +28,9 @@ from biphasic.conversion.work_units import document_numbers_file, unit_record_fi
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.limits import available_cores
 from biphasic.storage import Store, first_line, is_inside, join, open_store
 from biphasic.workers.local import parallel_map
-from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
 """Minimum number of shards for which several processes are worth their start-up time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import time_ns
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from biphasic.config.data import DataConfig, StreamConfig
@@ -19,9 +20,9 @@ from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.errors import UserError, is_lost_rank
+from biphasic.limits import require_short_temporary_folder
 from biphasic.storage import first_line, user_error
 from biphasic.versions import require_form
-from biphasic.workers.resources import require_short_temporary_folder
 
 Batch = dict[str, Any]
 """`tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (from 1 in each row; 0 at padding), `row_ids` int64
@@ -62,6 +63,15 @@ class RowDataset(StreamingDataset):
         if self._unique_rank_world.is_local_leader:
             self.next_epoch = 0
 
+    def are_repeated(self, first: int, count: int) -> Tensor:
+        """Return which of this rank's rows `first` to `first + count` are read a second time: bool [count].
+
+        Streaming repeats the last rows until each rank has the same number. For rows in order, of one canonical node.
+        """
+        world = self._parallel_rank_world
+        of_node = torch.arange(first, first + count) * world.ranks_per_node + world.rank_of_node
+        return of_node * world.num_nodes + world.node >= self.num_samples
+
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
 
@@ -93,6 +103,19 @@ class RowDataset(StreamingDataset):
         assert self.batch_size is not None
         batches = (self.epoch_size - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
         return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
+
+
+class _ValidationLoader(DataLoader[Batch]):
+    """A loader of rows in order. Those that are read a second time have no targets, as padding."""
+
+    def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride] - as DataLoader's is used
+        first, dataset = 0, self.dataset
+        assert isinstance(dataset, RowDataset)
+        for batch in super().__iter__():
+            rows = len(batch["row_ids"])
+            batch["segment_ids"][dataset.are_repeated(first, rows)] = 0
+            first += rows
+            yield batch
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
@@ -166,7 +189,9 @@ def build_loader(
                 f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
-    return DataLoader(
+    # With several canonical nodes, repeated rows aren't the last ones.
+    loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else DataLoader
+    return loader(
         dataset,
         batch_size=batch_size,
         drop_last=train,

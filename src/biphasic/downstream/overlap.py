@@ -28,9 +28,9 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
+from biphasic.limits import available_cores
 from biphasic.storage import join, open_store, user_errors
 from biphasic.workers.local import parallel_map
-from biphasic.workers.resources import available_cores
 
 COPIED, LONG = 0.8, 50
 """Share of an example's n-grams from which it counts as a copy; number of consecutive words that is counted apart."""

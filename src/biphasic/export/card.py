@@ -11,8 +11,9 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Template
 
+from biphasic.config.durations import BatchShape
 from biphasic.config.model_names import model_name
-from biphasic.config.phase_inputs import longest_row
+from biphasic.config.phase_inputs import longest_row, recorded_shapes
 from biphasic.export.folder import hub_id, parse_card
 
 _CARD = Template(
@@ -140,9 +141,9 @@ def _card(kind: str, name: str, trained_from: str | None, metadata: dict[str, An
 
 
 def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    data, shapes = record["data"], _shapes(config)
+    data, shapes = record["data"], recorded_shapes(config)
     rows = {
-        "Steps": f"{record['batches']:,}{shapes[0] if len(set(shapes)) == 1 else ''}",
+        "Steps": f"{record['batches']:,}{_of_rows(shapes[0]) if len(set(shapes)) == 1 else ''}",
         "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
         "Command": f"`{record['command']}`",
@@ -181,20 +182,14 @@ def _source(source: Any) -> str:
 
 def _phases(record: dict[str, Any], config: dict[str, Any]) -> list[list[str]]:
     """Return the objective, steps, tokens and masking ratio of each phase, and its batches if those of phases differ."""
-    phases, shapes = [], _shapes(config)
+    phases, shapes = [], recorded_shapes(config)
     for done, phase, shape in zip(record["phases"], config["objective"]["phases"], shapes, strict=False):
         ratio = phase.get("masking_ratio", "")
         shown = f"{ratio['start']} to {ratio['end']}" if isinstance(ratio, dict) else str(ratio)
-        steps = f"{done['batches']:,}{shape if len(set(shapes)) > 1 else ''}"
+        steps = f"{done['batches']:,}{_of_rows(shape) if len(set(shapes)) > 1 else ''}"
         phases.append([done["name"], steps, f"{done['tokens']:,}", shown])
     return phases
 
 
-def _shapes(config: dict[str, Any]) -> list[str]:
-    """Return the size of each phase's batches in words. A phase that names none has that of the phase before."""
-    rows, length, shapes = config["global_batch_size"], config["data"]["sequence_length"], []
-    for phase in config["objective"]["phases"]:
-        rows = phase.get("global_batch_size") or rows
-        length = (phase.get("data") or {}).get("sequence_length") or length
-        shapes.append(f" of {rows:,} rows of {length:,}")
-    return shapes
+def _of_rows(shape: BatchShape) -> str:
+    return f" of {shape.rows:,} rows of {shape.row_length:,}"

@@ -16,9 +16,9 @@ from threading import Thread
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.limits import raise_file_limit
+from biphasic.limits import available_cores, raise_file_limit, require_short_temporary_folder
 from biphasic.workers.group import WorkerGroup
-from biphasic.workers.resources import available_cores, require_short_temporary_folder, visible_gpus
+from biphasic.workers.resources import visible_gpus
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 

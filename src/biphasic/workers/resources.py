@@ -1,4 +1,4 @@
-"""The cores, GPUs and temporary folder of this machine."""
+"""The GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -6,42 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
-from multiprocessing import util
 
-from biphasic.errors import UserError
-
-_TEMPORARY_BYTES = 75
-"""Longest path of a temporary folder: a socket's has at most 107 bytes, 32 of which are `/pymp-…/listener-…`."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """The device files of NVIDIA's and AMD's drivers, and of WSL's."""
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _TORCH = """import torch
 for number in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_properties(number).total_memory >> 20)"""
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its container's quota."""
-    from joblib import cpu_count
-
-    return cpu_count()
-
-
-def require_short_temporary_folder() -> None:
-    """Raise a UserError if processes can't make sockets in the temporary folder, because its path is too long.
-
-    A loader's process would show the error, and its rank would wait for it forever.
-    """
-    folder = tempfile.gettempdir()
-    length = len(os.fsencode(folder))
-    # Newer Pythons choose another folder by themselves.
-    if length > _TEMPORARY_BYTES and util.get_temp_dir().startswith(folder):
-        raise UserError(
-            f"TMPDIR: {folder} has a path of {length} bytes, in which processes can't make sockets: expected at most "
-            f"{_TEMPORARY_BYTES}, as TMPDIR=/tmp"
-        )
 
 
 def gpu_memory() -> list[int | None]:
