@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for `varlen`
 from helpers.backbones import backbone
 from helpers.decoders import saved_decoder
-from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
+from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, weights, write_rows
 
 FSDP: dict[str, Any] = {"parallelism__strategy": "fsdp", "data__num_canonical_nodes": 4}
 
@@ -192,10 +193,14 @@ def test_a_sharded_bf16_model_sums_its_layers_in_fp32() -> None:
     assert calls == [{torch.float32}] * 3
 
 
-def test_initial_weights_don_t_depend_on_the_ranks(write_yaml: Write) -> None:
-    """The second rank builds on the meta device and receives the first one's."""
+def test_initial_weights_and_validation_don_t_depend_on_the_ranks(write_yaml: Write, tmp_path: Path) -> None:
+    """The second rank builds on the meta device and receives the first one's. It lacks a row of the validation."""
+    write_rows(tmp_path / "odd", 20, seed=2)
+    index = json.loads((tmp_path / "odd" / "index.json").read_text())
+    assert sum(shard["samples"] for shard in index["shards"]) % 2
     still: dict[str, Any] = {"max_duration": "1ba", "objective__phases": [{"name": "clm"}],
-                             "schedule__warmup": "0ba", "schedule__decay": "0ba", "optimizer__lr": 1e-30}  # fmt: skip
+                             "schedule__warmup": "0ba", "schedule__decay": "0ba", "optimizer__lr": 1e-30,
+                             "data__validation": {"local": str(tmp_path / "odd")}}  # fmt: skip
     again = {**FSDP, "compute__activation_checkpointing": "all"}
     for name, processes, keys in (
         ("plain", 1, {"data__num_canonical_nodes": 4}),
@@ -211,6 +216,12 @@ def test_initial_weights_don_t_depend_on_the_ranks(write_yaml: Write) -> None:
         assert plain.keys() == other.keys()
         assert all(torch.equal(weight, other[key]) for key, weight in plain.items())
         assert close(losses(runs / name), losses(runs / "plain"))
+        assert close(validation_losses(runs / name), validation_losses(runs / "plain"))
+
+
+def validation_losses(folder: Path) -> list[float]:
+    [line] = [line for line in read_metrics(folder / "metrics.jsonl") if "metrics/clm/loss" in line]
+    return [line["metrics/clm/loss"], line["metrics/mlm/loss"]]
 
 
 SIZE = Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_heads=6, head_dim=96)
