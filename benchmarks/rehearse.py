@@ -15,14 +15,15 @@ import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+from typing import TYPE_CHECKING
 
 from biphasic.amounts import format_bytes
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
-from biphasic.training.rehearsal import Rehearsal, rehearse
+
+if TYPE_CHECKING:
+    from biphasic.training.rehearsal import Rehearsal
 
 ROOT = Path(__file__).parents[1]
 YAMLS = (
@@ -68,6 +69,9 @@ def main() -> int:
 def _rehearse(file: str, ranks: int, overrides: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Rehearse a YAML. Return the columns of its line, and its problems."""
     os.environ.setdefault("BUCKET", "unused")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from biphasic.training.rehearsal import rehearse  # seconds, which the parent process doesn't need
+
     begin = time.monotonic()
     try:
         config = load(ROOT / file, overrides, ranks)
