@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Test processes; many tests run two more each.
-WORKERS ?= 4
+WORKERS ?= 3
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 comma := ,

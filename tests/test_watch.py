@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -375,20 +374,18 @@ def test_a_trial_yields_to_the_run_and_dies_with_its_parent(
         wait_for(lambda stat=stat: not stat.exists() or " Z " in stat.read_text(), 10)
 
 
-def test_an_installed_package_starts_trials_without_the_clone(tmp_path: Path, task: FinetuneConfig) -> None:
+def test_an_installed_package_starts_trials_without_the_clone(
+    tmp_path: Path, task: FinetuneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(Path(watch.__file__).parent, tmp_path / "site" / "biphasic")
-    file, plain = tmp_path / "trial.yaml", write_task(task, tmp_path)
+    file = tmp_path / "trial.yaml"
     file.write_text(f"{dump(task)}\nunknown: 1\n")
-    script = (
-        "import sys, yaml\nfrom pathlib import Path\nimport biphasic.watch as watch\n"
-        "from biphasic.watch import FinetuneConfig, Watcher\nwatch.NICENESS = 0\n"
-        f"task = FinetuneConfig.model_validate(yaml.safe_load(Path({str(plain)!r}).read_text()))\n"
-        f"sys.exit(Watcher('unused', task)._run_trial(Path({str(file)!r}), []))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setattr(watch, "NICENESS", 0)
+    status = Watcher(str(tmp_path), task)._run_trial(file, [])
     log = (tmp_path / "trial.log").read_text()
-    assert ended.returncode == 2 and "trial.yaml" in log and "unknown" in log, log
+    assert status == 2 and "trial.yaml" in log and "unknown" in log, log
 
 
 def test_scores_in_the_loggers(
