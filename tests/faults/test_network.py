@@ -124,7 +124,8 @@ def test_a_bucket_that_is_away_ends_a_run_with_status_1(
     assert facts["unavailable"] == len(facts["faults"]) == 2, facts
     # When a shard is needed.
     monkeypatch.setattr(bad, "count", lambda command, path: setattr(bad, "away", ".mds" in path))
-    run = launch(path, "checkpoint.folder=null")
+    attempts = "from biphasic.data import shards\nshards._DOWNLOAD_ATTEMPTS = 2"  # Streaming waits 1, 2, 4 and 8 s
+    run = launch(path, "checkpoint.folder=null", code=attempts)
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr[-3000:]
     assert "shard.00000.mds.zstd: can't be read into" in run.stderr
 
