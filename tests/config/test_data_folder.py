@@ -119,6 +119,8 @@ def load_phases(*sections: str, **data: str) -> PretrainConfig:
     phases[-1] = phases[-1].replace(f"until: {19 + len(sections)}ba, ", "")
     own = {"folder": "s3://b/own", **data}
     overrides = [f"objective.phases=[{', '.join(phases)}]", *(f"data.{key}={value}" for key, value in own.items())]
+    if own["folder"] == "null":
+        overrides.append("tokenizer=t")
     config = load(ROOT / "yamls" / "quickstart.yaml", overrides)
     assert isinstance(config, PretrainConfig)
     return config
@@ -139,6 +141,18 @@ def test_phases_take_the_run_s_own_cache() -> None:
     ]
     with pytest.raises(ConfigError, match=r"objective\.phases\.1\.data\.cache: has no effect without data\.folder"):
         load_phases("{train: {local: one, remote: s3://b/one}, cache: /fast}")
+
+
+def test_keys_of_a_cache_that_only_a_later_phase_has() -> None:
+    local = {"folder": "null", "train": "{local: own}", "validation": "{local: held_out}"}
+    phase = "{folder: s3://b/x}"
+    keys = {"cache": "/scratch", "cache_limit": "10gb", "predownload": "64"}
+    config = load_phases(phase, **local, **keys)
+    train = config.inputs[1].data.train
+    assert train is not None and train.local == "/scratch/x/train"
+    for key in keys:
+        with pytest.raises(ConfigError, match=rf"data\.{key}: has no effect without"):
+            load_phases("{train: {local: one}}", **local, **{key: keys[key]})
 
 
 def test_a_cache_limit_holds_for_the_mix_of_a_phase_too() -> None:

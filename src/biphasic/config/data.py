@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import basename, dirname, join, normpath
 from typing import Annotated, Any
@@ -51,6 +51,13 @@ class _TrainingData(Section):
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
 
+    @property
+    def streams(self) -> dict[str, StreamConfig]:
+        """The training streams by YAML key. A mix is sorted by name, because row ids depend on the order of streams."""
+        if self.mix is not None:
+            return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
+        return {} if self.train is None else {"data.train": self.train}
+
 
 class DataConfig(_TrainingData):
     """The training and validation data, and the order of rows. Exactly one of `folder`, `train` and `mix` is required."""
@@ -78,13 +85,6 @@ class DataConfig(_TrainingData):
     """Whether to delete the shards that were downloaded for a phase's data once no later phase reads it."""
     num_workers: Count = 2
     """Number of loader processes for each rank."""
-
-    @property
-    def streams(self) -> dict[str, StreamConfig]:
-        """The training streams by YAML key. A mix is sorted by name, because row ids depend on the order of streams."""
-        if self.mix is not None:
-            return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
-        return {} if self.train is None else {"data.train": self.train}
 
     def first_row(self, global_batch_size: int) -> int:
         """Return the number of rows that are ordered before the run's first batch."""
@@ -168,12 +168,12 @@ def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
     return {"local": f"{cache}/{basename(folder)}/{split}", "remote": join(folder, split)}
 
 
-def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
-    """Report invalid streams, and keys without effect."""
+def data_problems(data: DataConfig, global_batch_size: int, later: Sequence[PhaseDataConfig] = ()) -> KeyProblems:
+    """Report invalid streams, and keys without effect. `later` are the sections of phases, which take some keys' values."""
     if data.folder is not None and (contradictions := list(_folder_contradictions(data, data.folder))):
         yield from contradictions
         return
-    if data.folder is None and not data.is_default("cache"):
+    if all(each.folder is None for each in (data, *later)) and not data.is_default("cache"):
         yield ["data.cache", "data.folder"], "has no effect without data.folder"
     if (data.train is None) == (data.mix is None):
         message = "expected exactly one of data.train (one dataset) and data.mix (several)"
@@ -188,8 +188,7 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
         shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
         yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
     yield from _folder_problems(data)
-    remote = [key for key, stream in data.streams.items() if stream.remote is not None]
-    if not remote:
+    if not any(stream.remote is not None for each in (data, *later) for stream in each.streams.values()):
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
         # A YAML may set a limit in case its data.folder is in a bucket.
         names = ["predownload", *(["cache_limit"] if data.folder is None else [])]

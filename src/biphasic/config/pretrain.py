@@ -237,7 +237,8 @@ class PretrainConfig(RunConfig):
                 ["webhook"],
                 "needs the name of an environment variable, such as BIPHASIC_WEBHOOK, instead of its value",
             )
-        yield from data_problems(self.data, self.global_batch_size)
+        later = [phase.data for phase in self.objective.phases if phase.data is not None]
+        yield from data_problems(self.data, self.global_batch_size, later)
         yield from input_problems(self.objective.phases, self.inputs, ranks)
         if inputs_differ(self.inputs):
             yield from self._epoch_problems()
