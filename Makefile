@@ -147,7 +147,7 @@ bench-retrieval: env
 bench-mining: env
 	$(BIN)/python benchmarks/mining.py
 
-# Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
+# Up to 10 minutes on one GPU, tests/gpu included. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:
 	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 
