@@ -3,7 +3,7 @@
 #
 #     recipes/mini/protocol.sh STUDY FOLDER SEED...
 #
-# FOLDER is that of run.sh, with text, rows and tasks. The same command resumes after an interruption. What could show a score goes
+# FOLDER is that of run.sh, with text, rows and tasks, and with the public sets (public/README.md). The same command resumes after an interruption. What could show a score goes
 # to log files in FOLDER/STUDY; recipes/mini/STUDY/seed-SEED.json has the records.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

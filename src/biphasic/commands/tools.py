@@ -46,7 +46,8 @@ def preflight(options: Namespace) -> int:
 
     composer [node arguments] -m biphasic preflight FILE.yaml [key=value ...]
 
-    Prints what is wrong on which node. The exit status is 0 when nothing is, 2 otherwise.
+    Prints what is wrong on which node. The exit status is 0 when nothing is, 1 if a restart may help (a bucket
+    can't be reached), 2 otherwise.
     """
     from biphasic.preflight import check
 

@@ -56,8 +56,8 @@ class SweepCluster(ClusterConfig):
     trials_per_gpu: Positive | Literal["auto"] = "auto"
     """Number of trials that share a GPU. `auto`: as many as fit its memory, estimated from each trial's model and batch."""
     at_once: Positive | None = None
-    """Maximum number of trials at a time. Default: the number of cores divided by `cpus_per_trial`; with GPUs, as many
-    as fit the GPUs."""
+    """Maximum number of trials at a time. Default: the number of cores divided by `cpus_per_trial`; with GPUs, at
+    most as many as fit the GPUs."""
     retries: Count = 2
     """How often a trial is retried on another worker after its worker died (killed, out of memory, node lost)."""
 
