@@ -188,10 +188,10 @@ class Watcher:
         with file.with_suffix(".log").open("w") as log:
             # A session of its own doesn't receive the terminal's Ctrl-C.
             keys: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True, "preexec_fn": prepare}
-            trial = subprocess.Popen([*_TRIAL, str(file)], env=environment, **keys)
-            try:
-                while trial.poll() is None:
-                    self._pause(0.1)
-            finally:
-                trial.kill()
-            return trial.wait()
+            with subprocess.Popen([*_TRIAL, str(file)], env=environment, **keys) as trial:
+                try:
+                    while trial.poll() is None:
+                        self._pause(0.1)
+                finally:
+                    trial.kill()
+            return trial.returncode
