@@ -93,6 +93,12 @@ def test_validation_is_the_split_of_the_papers_evaluation(sets: dict[str, str], 
     assert [row["id"] for row in rows_of(tmp_path / "squad", "validation")] == split["test"]["id"]
 
 
+def test_generated_ids_differ_between_the_splits_that_are_divided_here(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("squad", config_of(sets, tmp_path, "tasks.squad.id_column=null"))
+    train, validation = ([row["id"] for row in rows_of(tmp_path / "squad", split)] for split in ("train", "validation"))
+    assert train[:2] == ["train-0", "train-1"] and validation[:2] == ["validation-0", "validation-1"]
+
+
 def test_a_retrieval_set_is_divided_as_in_the_papers_evaluation(sets: dict[str, str], tmp_path: Path) -> None:
     prepare_task("msmarco", config_of(sets, tmp_path))
     folder = tmp_path / "msmarco"
