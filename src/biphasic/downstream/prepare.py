@@ -130,11 +130,12 @@ def _write_splits(
             train, validation = table.divide(1 - writer.config.validation_fraction, writer.config.seed)
             tables = {"validation": validation, "train": train}
         for output, part in tables.items():
-            writer.write(output, task.kind, part.convert(_with_ids(make, len(columns), output)), len(part))
+            of_rows = split if len(tables) == 1 else output  # two parts of one split need ids that differ
+            writer.write(output, task.kind, part.convert(_with_ids(make, len(columns), of_rows)), len(part))
 
 
 def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable[..., list[TableRow]]:
-    """Add an id to each row: the value after the first `width` values or, without one, the written split and row number."""
+    """Add an id to each row: the value after the first `width` values or, without one, the split and row number."""
     numbers = itertools.count()
 
     def rows(*values: Any) -> list[TableRow]:
