@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import load_encoder
 from biphasic.quiet import progress_bars
 from biphasic.training import anomalies
-from helpers.tiny import ROOT
+from helpers import warm
 from helpers.toy_sets import config_of
 
 
@@ -37,8 +35,7 @@ def test_bars_in_the_log(shown: bool, toy: Path, tmp_path: Path) -> None:
     config = config_of("sst2", toy / "tasks", model, tmp_path, max_duration="2ba", logging__progress_bar=shown)
     (tmp_path / "run.yaml").write_text(dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "src" / "main.py"), str(tmp_path / "run.yaml")]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    outcome = warm.run([str(tmp_path / "run.yaml")], 1, environment)
     assert outcome.returncode == 0, outcome.stderr
     log = outcome.stdout + outcome.stderr
     assert "UNEXPECTED" not in log
