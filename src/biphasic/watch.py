@@ -71,8 +71,8 @@ class Watcher:
         were made with other settings, if the place can't be read, or if the first trial fails.
         """
         try:
-            # Python loses an exception that a signal raises while it starts a process, and one that it raises while
-            # boto3 starts a thread can leave a download that never ends: both would keep this process from ending.
+            # An exception is not raised in the signal's handler: Python loses it while it starts a process, and this one
+            # would go on; in the middle of a download, boto3's threads could keep it from ending.
             with noted_signals((signal.SIGINT, signal.SIGTERM), interrupt_on_second=True) as self._signals:
                 while not self._step():
                     self._pause(0)
