@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from biphasic.checkpointing.open_run import Run, read_crashes, remove_empty_files
+from biphasic.checkpointing.open_run import Run, open_run, read_crashes, remove_empty_files
 from biphasic.checkpointing.run_lock import RunLock
+from biphasic.errors import UserError
 from conftest import Write
 from helpers.tiny import config_of
 
@@ -39,3 +42,14 @@ def test_a_run_is_known_by_its_first_attempt(write_yaml: Write) -> None:
         run = Run(config)
         assert run.id == (None if logger == "tensorboard" else names[0])
         run.close("finished")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_named(write_yaml: Write) -> None:
+    """PyTorch's error is no `Exception`, and its text is a traceback of each rank."""
+    config = config_of(write_yaml())
+    fault = RuntimeError("Missing key in checkpoint state_dict: rng.0.cuda.")
+    with (
+        pytest.raises(UserError, match=r"^checkpoint .*: can't be loaded \(Missing key in .*: rng\.0\.cuda\.\)$"),
+        open_run(config),
+    ):
+        raise CheckpointException("load", {1: (fault, StackSummary())})

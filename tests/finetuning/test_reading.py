@@ -16,10 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from biphasic.config.finetune import ClassificationConfig, QuestionAnsweringConfig, TokensConfig
+from biphasic.data.seeds import derive_seed
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.writer import SCHEMAS
-from biphasic.finetuning.batches import GlobalBatches, derive_seed, epoch_order
+from biphasic.finetuning.batches import GlobalBatches, epoch_order
 from biphasic.finetuning.classification import Classification, TokenClassification, word_of_each_token
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.spans import Span, best_answer, best_span

@@ -10,6 +10,7 @@ import torch
 
 from biphasic.errors import UserError
 from conftest import Write
+from helpers.decoders import saved_decoder
 from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
 
 SWITCH, LAST = 6, 12
@@ -96,3 +97,28 @@ def test_a_refused_start_leaves_the_run_s_configuration(write_yaml: Write) -> No
     assert (folder / "config.yaml").read_text() == written
     train(config_of(path, **{"checkpoint.keep": 3}))
     assert (folder / "config.yaml").read_text() == written.replace("keep: -1", "keep: 3")
+
+
+def test_a_changed_setting_of_the_optimizer_has_an_effect(write_yaml: Write) -> None:
+    """A checkpoint's optimizer state brings the old settings."""
+    folder = train(config_of(write_yaml()))
+    unchanged = shutil.copytree(folder, folder.parent / "unchanged")
+    keep_checkpoints_up_to(folder, SWITCH)
+    (folder / "metrics.jsonl").unlink()
+    train(config_of(write_yaml(optimizer__weight_decay=5.0, checkpoint__resume_overrides=["optimizer.weight_decay"])))
+    assert losses(folder)[0] == losses(unchanged)[SWITCH]
+    before, after = (sum(float(w.square().sum()) for w in weights(run, LAST).values()) for run in (unchanged, folder))
+    assert after < 0.9 * before
+
+
+def test_a_model_with_dropout_resumes(write_yaml: Write, tmp_path: Path) -> None:
+    saved_decoder("llama", tmp_path / "hub", attention_dropout=0.5)
+    path = write_yaml("uninterrupted", model={"init_from": str(tmp_path / "hub")})
+    uninterrupted = train(config_of(path))
+    folder = uninterrupted.parent / "resumed"
+    shutil.copytree(uninterrupted, folder)
+    keep_checkpoints_up_to(folder, SWITCH)
+    (folder / "metrics.jsonl").unlink()
+    torch.manual_seed(99)
+    train(config_of(path, run_name="resumed"))
+    assert losses(folder) == losses(uninterrupted)[SWITCH:]

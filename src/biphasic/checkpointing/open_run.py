@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from composer import Trainer
 from composer.core import Callback, State
 from composer.utils import dist, reproducibility
+from torch.distributed.checkpoint.api import CheckpointException
 
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
 from biphasic.checkpointing.manifest import Manifest
@@ -29,9 +30,10 @@ from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
 from biphasic.devices import rank_device, require_precision
+from biphasic.errors import UserError
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
-from biphasic.storage import open_store, user_errors
+from biphasic.storage import first_line, open_store, user_errors
 from biphasic.webhook import Webhook
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
@@ -223,7 +225,7 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
     """Open a run. On leaving the block, close it, release its lock and record why the attempt ended.
 
     Raises a UserError if the machine can't compute in the run's precision, another run holds the lock, or the
-    checkpoint is missing or doesn't match.
+    checkpoint is missing, doesn't match or, in the block, can't be loaded.
     """
     require_precision(config.precision)
     if config.compute.deterministic:
@@ -233,7 +235,11 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
     with close_on_fault(run.close):
         run.start()
         reproducibility.seed_all(config.seed)
-        yield run
+        try:
+            yield run
+        except CheckpointException as error:  # a BaseException, of loading alone: `Saver` catches its own
+            cause = first_line(next(iter(error.failures.values()))[0])
+            raise UserError(f"checkpoint {run.checkpoint}: can't be loaded ({cause})") from None
     run.close("finished")
 
 

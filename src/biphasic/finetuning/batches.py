@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
+from biphasic.data.seeds import derive_seed
 from biphasic.errors import UserError
 from biphasic.finetuning.task import Examples, FinetuneTask, TaskBatch
 
@@ -60,12 +59,6 @@ def epoch_order(examples: int, seed: int, epoch: int) -> list[int]:
     order = list(range(examples))
     random.Random(f"finetune order {seed} {epoch}").shuffle(order)
     return order
-
-
-def derive_seed(*purpose: Any) -> int:
-    """Return a 63-bit seed, hashed from the name and values of its purpose."""
-    text = " ".join(map(str, purpose))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def count_steps(config: FinetuneConfig, examples: int) -> int:

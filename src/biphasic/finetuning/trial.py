@@ -15,10 +15,11 @@ import torch
 from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
+from biphasic.data.seeds import derive_seed
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.finetuning.answer_tokens import AnswerTokens
-from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
+from biphasic.finetuning.batches import count_steps, warmup_batches
 from biphasic.finetuning.classification import Classification, Regression, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.records import TrialCost, TrialResult

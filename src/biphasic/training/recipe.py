@@ -101,6 +101,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         SpikeDetector(anomalies, lambda batch: batch.phase),
     ]
 
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     trainer = Trainer(
         model=PretrainModel(model),
         run_name=config.run_name,
@@ -118,13 +119,23 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
-        # A GPU's scaler, which no precision here needs, refuses the empty state of a checkpoint that was written on CPUs.
-        load_ignore_keys=lambda checkpoint: checkpoint["state"].pop("scaler", None),
+        load_ignore_keys=_leave_out,
         spin_dataloaders=False,  # `batches` begins at the right one
         auto_log_hparams=False,
     )
     batches.progress = lambda: elapsed(trainer.state.timestamp)
+    for group, own in zip(trainer.state.optimizers[0].param_groups, settings, strict=True):
+        group.update(own)  # a checkpoint brings its own, which `checkpoint.resume_overrides` may have changed
     return trainer
+
+
+def _leave_out(checkpoint: dict[str, Any]) -> None:
+    """Remove what no run needs from the state to load, since a checkpoint that was written on CPUs lacks a GPU's part of it.
+
+    No precision here needs a scaler, and each batch seeds its random numbers.
+    """
+    checkpoint["state"].pop("scaler", None)
+    checkpoint.pop("rng", None)
 
 
 def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tuple[LanguageModel, Strategy]:

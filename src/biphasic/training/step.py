@@ -6,7 +6,7 @@ Composer's Trainer runs the loop and, for each batch, calls the parts of this mo
                         chooses the phase's data, data/streaming.py reads it).
     BATCH_START         `WarmupStableDecay` sets the learning rate (training/optimizer.py).
                         `ObjectiveSchedule` moves the rows to the device, looks up the batch's phase, masks tokens,
-                        counts the targets of all ranks, and replaces the rows by a `PreparedBatch`.
+                        counts the targets of all ranks, replaces the rows by a `PreparedBatch`, and seeds dropout.
     for each microbatch, a `PreparedBatch.split`:
         forward         `PretrainModel.forward`: `LanguageModel` computes hidden states and the loss summed over the targets.
         loss            `PretrainModel.loss` scales the sum so that all microbatches and ranks together give the mean
@@ -45,6 +45,7 @@ from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import CLMPhase, MLMPhase, phase_at, resolve_phases
+from biphasic.data.seeds import derive_seed
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
@@ -185,6 +186,7 @@ class ObjectiveSchedule(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Replace the rank's rows by a `PreparedBatch`. At a phase's first batch, reset the optimizer if configured."""
+        first_row = int(state.batch["row_ids"][0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportIndexIssue]
         rows: Batch = state.device.batch_to_device(state.batch)
         if event == Event.EVAL_BATCH_START:
             self._set_positions(phase_at(self.resolved_phases, self.last_batch).index)
@@ -201,6 +203,7 @@ class ObjectiveSchedule(Algorithm):
                 optimizer.state.clear()  # Adam's moments and step counts; learning rates don't change
         self.last_batch = now
         self._set_positions(span.index)
+        torch.manual_seed(derive_seed("dropout", self.seed, now.batches, first_row))
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
         counter = now.batches if self.inputs[span.index].data.mix is not None else rows["epoch"]
         state.batch = self.prepare(rows, span.phase, span.index, counter, ratio)
