@@ -11,7 +11,7 @@ import pytest
 from composer.core import Timestamp
 
 from biphasic.config.pretrain import LoggingConfig
-from biphasic.training.loggers import JSONLLogger, loggers
+from biphasic.training.loggers import JSONLLogger, WandBRunLogger, loggers
 from biphasic.training.metrics_file import read_metrics
 from helpers.local_trackers import keep_local
 
@@ -63,6 +63,10 @@ def test_a_run_that_resumes_stays_one_run(tmp_path: Path, monkeypatch: pytest.Mo
         for destination in loggers(config, tmp_path, "same", run_id):
             destination.init(Mock(run_name="same"), Mock())
             destination.log_metrics({"loss": 1.0 + step}, step)
+            if isinstance(destination, WandBRunLogger):
+                destination.log_hyperparameters({"num_nodes": 4})
+                # W&B's server returns the earlier value to a resumed run.
+                destination.log_hyperparameters({"num_nodes": 2})
             if wandb.run is not None:
                 ids.append(wandb.run.id)
             destination.post_close()

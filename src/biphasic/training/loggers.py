@@ -55,7 +55,10 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | No
 
 
 class WandBRunLogger(WandBLogger):
-    """Composer's logger to W&B, without its call of `get_url`, which W&B's runs no longer have."""
+    """Composer's logger to W&B, without its call of `get_url`, which W&B's runs no longer have.
+
+    A run may resume on another number of GPUs, which Composer's logger would record as a value that must not change.
+    """
 
     def init(self, state: State, logger: Logger) -> None:
         """Start or resume the run, on rank 0."""
@@ -64,6 +67,13 @@ class WandBRunLogger(WandBLogger):
 
             wandb.init(**self._init_kwargs)
             atexit.register(self._set_is_in_atexit)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Record values that a resumed run may change, such as Composer's number of nodes."""
+        if self._enabled:
+            import wandb
+
+            wandb.config.update(hyperparameters, allow_val_change=True)
 
 
 class MLFlowRunLogger(MLFlowLogger):
