@@ -150,6 +150,8 @@ class _Ranks:
     """
 
     def __init__(self) -> None:
+        # Composer's launcher sets 1, with which NCCL's watchdog aborts the communicators first, which may hang.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
         import torch.distributed  # noqa: F401 - imported here so that two threads do not import it at once
 
         self.close: Callable[[str], None] | None = None

@@ -46,6 +46,7 @@ def job(case: str, reason: Path) -> int:
     # As in a run, which on SIGTERM finishes its batch (checkpointing/stopping.py): the launcher sends it 0.1 s after a rank
     # was killed, and it may come before the collective fails.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"  # Composer's launcher sets 1
     torch.distributed.init_process_group("gloo")
 
     def close(why: str) -> None:
