@@ -46,6 +46,7 @@ _SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status, as `run_rank` does; also 1 if a trial of a sweep failed."""
+    set_allocators()  # before PyTorch is imported, which `run_rank` does if there are several ranks
     return run_rank(lambda: _main(arguments))
 
 
@@ -53,7 +54,6 @@ def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="main.py", description="Run the job of a YAML, or print its plan.")
     parser.add(*file_arguments("the job"), *PLAN_ARGUMENTS, *_ARGUMENTS)
     options = parser.parse_intermixed_args(arguments)
-    set_allocators()  # before the job imports PyTorch
     # Imported here so that usage messages appear at once.
     from biphasic.config.load import load
 

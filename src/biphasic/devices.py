@@ -20,20 +20,13 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def set_allocators() -> None:
-    """Configure PyTorch's memory allocators, unless the environment has `PYTORCH_ALLOC_CONF` or one of its older names.
+    """Configure PyTorch's memory allocator, unless the environment has `PYTORCH_ALLOC_CONF` or one of its older names.
 
     PyTorch reads the variable when it is imported. Expandable segments of GPU memory cause less fragmentation, but
-    WSL's driver fails on them. Pinned host memory is not rounded up to a power of two: saving a checkpoint of `1b`
-    takes 17 GB instead of 27. torch 2.11 refuses that setting as unknown, and 2.15 has it.
+    WSL's driver fails on them.
     """
-    if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        return
-    from importlib.metadata import version
-
-    settings = [] if "microsoft" in platform.release().lower() else ["expandable_segments:True"]
-    if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
-        settings.append("pinned_max_round_threshold_mb:1")
-    os.environ[_ALLOCATOR_VARIABLES[0]] = ",".join(settings)
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def rank_device() -> Device:

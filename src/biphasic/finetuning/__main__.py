@@ -8,7 +8,6 @@ from biphasic.ranks import run_rank
 
 def main() -> int:
     """Run the fine-tuning of the YAML that the command line names, and return the exit status, as `run_rank` does."""
-    set_allocators()  # before the job imports PyTorch
     from biphasic.config.finetune import FinetuneConfig
     from biphasic.config.load import load_job
     from biphasic.finetuning.run import run
@@ -18,4 +17,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    set_allocators()  # before PyTorch is imported
     sys.exit(run_rank(main))
