@@ -171,6 +171,11 @@ def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatc
         state_bytes[degree if strategy == "fsdp" else strategy] = plan(config, 16).details["memory_per_rank"]
     unsharded = 16 * 310_266_624
     assert state_bytes == {"ddp": unsharded, "all": unsharded // 16, "node": unsharded // 4, 2: unsharded // 2}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # as on a laptop: machines of eight GPUs
+    sharded = ["parallelism.strategy=fsdp", "parallelism.shard_degree=node"]
+    config = load(ROOT / "yamls" / "210m_biphasic.yaml", sharded, 16)
+    assert isinstance(config, PretrainConfig)
+    assert plan(config, 16).details["memory_per_rank"] == unsharded // 8
 
 
 def test_the_line_of_memory_says_what_it_counts() -> None:

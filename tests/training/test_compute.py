@@ -245,3 +245,38 @@ def test_the_measurement_computes_as_in_training(
                       compute__activation_checkpointing="all")  # fmt: skip
     train(config_of(path))
     assert set(rows) == {1, 4}
+
+
+def test_no_measurement_of_sharded_ranks_runs_out_of_memory() -> None:
+    """The first row adds 30 to 50, so that three rows surely fit into 140; then the line through both is exact."""
+    measured = list[int]()
+
+    def measure(rows: int) -> float:
+        measured.append(rows)
+        return 60.0 + 20.0 * rows
+
+    assert largest_microbatch(measure, 8, 145.0, before=50.0) == 4 and measured == [1, 3, 4]
+    measured.clear()
+    assert largest_microbatch(measure, 8, 95.0, before=50.0) == 1 and measured == [1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "precision", "option"),
+    [
+        ("varlen", {}, "fp32", "fp32"),
+        ("flash2", {}, "fp32", "fp32"),
+        ("varlen", {"attn_logit_softcapping": 50.0}, "amp_bf16", "softcapped scores"),
+        ("flex", {"attention_dropout": 0.1}, "amp_bf16", "dropout of attention weights"),
+        ("varlen", {"head_dim": 26}, "amp_bf16", "heads whose size is not a multiple of 8"),
+    ],
+)
+def test_a_backend_that_lacks_an_option_is_refused(
+    backend: Any, changes: dict[str, Any], precision: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "backend_available", lambda backend: True)
+    model = meta()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(UserError, match=rf"compute\.attention: {backend} has no {option}.*: choose another backend"):
+        configure_compute(model, ComputeConfig(attention=backend), precision)

@@ -140,6 +140,10 @@ def _pairs(length: int, causal: bool, window: int) -> int:
     return earlier if causal else 2 * earlier - length
 
 
+RANKS_OF_A_MACHINE = 8
+"""What a plan assumes where nothing says how many GPUs a machine has."""
+
+
 def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:
     """Return the number of ranks that share one copy of the model. `degree` is `parallelism.shard_degree`."""
     return {"all": ranks, "node": ranks_of_a_machine}[degree] if isinstance(degree, str) else degree

@@ -13,7 +13,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.architecture import Architecture, shard_ranks
+from biphasic.config.architecture import RANKS_OF_A_MACHINE, Architecture, shard_ranks
 from biphasic.config.data import StreamRecord, split_conversion_path
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import architecture_of
@@ -150,7 +150,8 @@ def plan(
         details["flops"] = flops = training_flops(config, architecture, 0, batches or 0)
         lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
     if architecture is not None:
-        degree, on_node = config.parallelism.shard_degree, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        degree = config.parallelism.shard_degree
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, RANKS_OF_A_MACHINE)))
         shards = shard_ranks(degree, ranks, on_node) if config.parallelism.strategy == "fsdp" else 1
         details["memory_per_rank"] = state = architecture.state_bytes(shards)
         text = f"{format_bytes(state)} weights, gradients and optimizer; --memory also estimates activations"

@@ -125,14 +125,33 @@ def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dty
         return requested
     if device != "cuda":
         return "sdpa"
+    fitting = [
+        each for each in ("varlen", "flash2", "flex") if missing_option(hf_config, each, dtype, training) is None
+    ]
+    if "varlen" in fitting and "flash2" in fitting:
+        fitting.remove("flash2")
+    return next((backend for backend in fitting if backend_available(backend)), "sdpa")
+
+
+def missing_option(hf_config: Any, backend: str, dtype: torch.dtype, training: bool) -> str | None:
+    """Return what a model's attention needs and a backend's kernels for GPUs don't have; None if there is nothing."""
     softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
     dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
-    candidates = []
-    if dtype in (torch.float16, torch.bfloat16):
-        candidates.append("flash2" if softcap or dropout else "varlen")
-    if not dropout and head_dim(hf_config) >= _MIN_FLEX_HEAD_DIM:
-        candidates.append("flex")
-    return next((backend for backend in candidates if backend_available(backend)), "sdpa")
+    size = head_dim(hf_config)
+    if backend in ("varlen", "flash2"):
+        if dtype not in (torch.float16, torch.bfloat16):
+            return "fp32 (set precision: amp_bf16)"
+        if size > _MAX_FLASH_HEAD_DIM:
+            return f"heads larger than {_MAX_FLASH_HEAD_DIM}"
+    if backend == "varlen" and size % 8:  # flash-attn pads them
+        return "heads whose size is not a multiple of 8"
+    if backend == "varlen" and softcap:
+        return "softcapped scores"
+    if backend in ("varlen", "flex") and dropout:
+        return "dropout of attention weights"
+    if backend == "flex" and size < _MIN_FLEX_HEAD_DIM:
+        return f"heads smaller than {_MIN_FLEX_HEAD_DIM}"
+    return None
 
 
 def backend_available(backend: str) -> bool:
@@ -141,8 +160,8 @@ def backend_available(backend: str) -> bool:
         return True
     if not torch.cuda.is_available():
         return False
-    if backend == "flash2":
-        return _HAS_FLASH_2
+    if backend == "flash2" and not _HAS_FLASH_2:
+        return False
     # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
     return hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
@@ -151,6 +170,8 @@ _DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
 """Names of the attention dropout probability in configurations of transformers."""
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
+_MAX_FLASH_HEAD_DIM = 256
+"""FlashAttention's kernels refuse larger heads."""
 FLEX_BLOCK = 128
 """Number of queries and of keys in a block of FlexAttention's masks."""
 # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.

@@ -13,12 +13,17 @@ MEMORY_SHARE = 0.94
 """Share of a GPU's memory that may be used; the rest is left for fragmentation."""
 
 
-def largest_microbatch(measure: Callable[[int], float | None], limit: int, available: float) -> int:
+def largest_microbatch(
+    measure: Callable[[int], float | None], limit: int, available: float, before: float | None = None
+) -> int:
     """Return the largest number of rows, up to `limit`, whose peak memory stays within `available` bytes.
 
     `measure` returns the peak bytes of training on a number of rows; None if they didn't fit. Memory grows almost
     linearly with rows, so the line through two measurements predicts the next number to measure. The search ends when
     that number is less than 5% larger than one that fits.
+
+    `before` is given if a measurement must not run out of memory: the bytes that are allocated before the first one. A row
+    takes at most what the first measurement added to them, so the second one has no more rows than surely fit.
 
     Raises:
         UserError: not even one row fits.
@@ -27,7 +32,8 @@ def largest_microbatch(measure: Callable[[int], float | None], limit: int, avail
     if peak is None or peak > available:
         raise UserError("microbatch_size: not one row fits this GPU's memory: set parallelism.strategy: fsdp, or "
                         "compute.activation_checkpointing: all")  # fmt: skip
-    fitting, upper, rows = 1, limit, min(4, limit)
+    sure = 4 if before is None else int((available - before) / max(peak - before, 1))
+    fitting, upper, rows = 1, limit, min(4, sure, limit)
     while rows > fitting:
         next_peak = measure(rows)
         slope = None if next_peak is None else (next_peak - peak) / (rows - fitting)

@@ -33,7 +33,8 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     Results stay the same, within rounding. The model may be on any device.
 
     Raises:
-        UserError: the requested attention backend or its kernels aren't installed, or don't run on this machine.
+        UserError: the requested attention backend or its kernels aren't installed, don't run on this machine, or lack an
+            option of the model.
     """
     gpu = torch.cuda.is_available()
     if config.attention != "auto" and not attention.backend_available(config.attention):
@@ -42,6 +43,8 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
             reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
         raise UserError(f"compute.attention: {config.attention} {reason}: choose another backend, or auto")
     dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
+    if gpu and (option := attention.missing_option(model.config, config.attention, dtype, training=True)):
+        raise UserError(f"compute.attention: {config.attention} has no {option}: choose another backend, or auto")
     backend = attention.choose_backend(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
     kernels = ""
     if gpu and backend == "varlen":
@@ -144,7 +147,9 @@ class MicrobatchSize(Algorithm):
             what = f"{rows} rows of {length} tokens fit the GPU (a minute or two, once)"
             print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
         available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
-        fitting = largest_microbatch(lambda count: self._measure(state, length, count), rows, available)
+        # FSDP's ranks would wait forever for one that runs out of memory.
+        before = torch.cuda.memory_allocated() if _has_collectives(state) else None
+        fitting = largest_microbatch(lambda count: self._measure(state, length, count), rows, available, before)
         if is_first_rank:
             size = even_microbatch(rows, fitting)
             print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
@@ -157,8 +162,7 @@ class MicrobatchSize(Algorithm):
         # A batch that needs the most memory is causal, if any is, with a target at every position.
         causal = any(phase.name == "clm" for phase in self.config.objective.phases)
         peak = peak_bytes(lambda: self._train(state, length, rows, causal))
-        if peak is None and state.fsdp_config is not None and dist.get_world_size() > 1:
-            # The other ranks wait for this one in a collective of FSDP.
+        if peak is None and _has_collectives(state):
             raise UserError(
                 f"microbatch_size: auto: a microbatch of size {rows} doesn't fit in GPU memory; set a smaller size, or "
                 "compute.activation_checkpointing: all"
@@ -201,6 +205,11 @@ class MicrobatchSize(Algorithm):
             rows_per_rank=rows,
             bytes_per_target=tokens[0, 0],
         )
+
+
+def _has_collectives(state: State) -> bool:
+    """Return whether ranks wait for each other in a forward pass."""
+    return state.fsdp_config is not None and dist.get_world_size() > 1
 
 
 def _is_measured(config: PretrainConfig) -> bool:

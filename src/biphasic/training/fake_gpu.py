@@ -36,13 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from biphasic.config.architecture import RANKS_OF_A_MACHINE
+
 GPU_NAME = "NVIDIA H100 80GB HBM3"
 GPU_BYTES = 79 * 2**30
 """Memory that PyTorch reports for this GPU."""
 _BLOCK = 512
 """Size in bytes of the blocks in which PyTorch allocates GPU memory."""
 _CUDA = torch.device("cuda", 0)
-_RANKS_OF_A_MACHINE = 8
 _KNOWN_NUMBERS = 16
 """Maximum number of elements of a GPU tensor whose values are kept on the host."""
 _aten: Any = torch.ops.aten
@@ -254,7 +255,7 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
     yield mock.patch.object(functional, "linear", cast_and_multiply)
 
     # The driver
-    local_ranks = min(ranks, _RANKS_OF_A_MACHINE)
+    local_ranks = min(ranks, RANKS_OF_A_MACHINE)
     properties = SimpleNamespace(
         name=GPU_NAME, total_memory=GPU_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32
     )
@@ -275,6 +276,7 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
         Event=_Stream,
         mem_get_info=lambda *_: (GPU_BYTES - gpu.current, GPU_BYTES),
         memory_reserved=lambda *_: gpu.current,
+        memory_allocated=lambda *_: gpu.current,
         max_memory_allocated=lambda *_: gpu.peak,
         reset_peak_memory_stats=gpu.reset_peak,
     )
