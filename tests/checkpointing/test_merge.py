@@ -19,9 +19,10 @@ from transformers import LlamaConfig
 
 from biphasic.checkpointing import merge as merge_module
 from biphasic.checkpointing.manifest import batch_of, read_manifest
-from biphasic.checkpointing.merge import merge_checkpoints, merge_weights, stable_checkpoints
+from biphasic.checkpointing.merge import merge_checkpoints, stable_checkpoints
 from biphasic.checkpointing.start_rules import find_branch_point, plan_start
 from biphasic.commands import main
+from biphasic.config.merging import merge_weights
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.backbone import load_language_model

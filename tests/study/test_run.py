@@ -297,6 +297,13 @@ def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) 
         "optimizer.lr: 0.005 in its checkpoints, 0.001 in the study" in line for line in warnings
     )
     assert "WARNING clm: optimizer.lr: 0.005 in its checkpoints" in describe_plan(plan_study(changed), None)
+    # What is allowed hides nothing else.
+    changed.base["checkpoint"]["resume_overrides"] = ["optimizer.lr"]  # pyright: ignore[reportIndexIssue]
+    assert not plan_study(changed).warnings
+    changed.base["global_batch_size"] = 16  # pyright: ignore[reportIndexIssue]
+    assert "clm: global_batch_size: 8 in its checkpoints, 16 in the study" in plan_study(changed).warnings
+    del changed.base["checkpoint"]["resume_overrides"]  # pyright: ignore[reportIndexIssue]
+    changed.base["global_batch_size"] = 8  # pyright: ignore[reportIndexIssue]
     started: list[Path] = []
     assert pretrain(changed, train=lambda file: started.append(file) or 1) == 0 and not started
 

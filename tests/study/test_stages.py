@@ -8,8 +8,11 @@ import pytest
 
 from biphasic.config.load import load
 from biphasic.config.study import StudyConfig
-from biphasic.errors import UserError
-from biphasic.study.stages import encoder_folder, evaluation_config, sweep_config
+from biphasic.errors import ConfigError, UserError
+from biphasic.study.plan import plan_study
+from biphasic.study.run import pretrain
+from biphasic.study.stages import check_stages, encoder_folder, evaluation_config, export, sweep_config
+from biphasic.study.state import RunState
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +67,32 @@ def test_exports_of_a_bucket_are_local(tmp_path: Path, monkeypatch: pytest.Monke
     (encoder_folder(study, "1b-clm-42k") / "biphasic.json").write_text("{}")
     assert sweep_config(study).output == "s3://bucket/paper/sweep"
     assert study.checkpoints_of("1b-clm-42k") == "s3://bucket/paper/1b-clm-42k"
+
+
+def test_a_stage_that_could_not_run_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = paper_study(tmp_path, monkeypatch)
+    check_stages(study)
+    in_bucket = study.model_copy(update={"folder": "s3://bucket/paper"})
+    stages = study.stages.model_copy(update={"finetune": "yamls/sweep/glue.yaml"})
+    with pytest.raises(
+        ConfigError, match=r"glue\.yaml: tasks\.\w+\.encoder_from: .*; with output s3://bucket/paper/sweep"
+    ):
+        plan_study(in_bucket.model_copy(update={"stages": stages}))
+    missing = study.stages.model_copy(update={"evaluate": "yamls/none.yaml"})
+    with pytest.raises(ConfigError, match=r"yamls/none\.yaml: can't be read"):
+        pretrain(study.model_copy(update={"stages": missing}))
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = paper_study(tmp_path, monkeypatch)
+    checkpoint = tmp_path / "610m-clm-42k" / "checkpoints"
+    checkpoint.mkdir(parents=True)
+    batches = study.stages.checkpoints["610m-clm-42k"]
+    for batch in batches:
+        (checkpoint / f"ba{batch}.manifest.json").write_text("{")
+    states = {**dict.fromkeys(study.models, RunState()), "610m-clm-42k": RunState(frozenset(batches))}
+    monkeypatch.setattr("biphasic.study.stages.read_states", lambda _: states)
+    with pytest.raises(UserError, match=r"^610m-clm-42k-1000: its checkpoints can't be read \("):
+        export(study)

@@ -6,10 +6,9 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
-from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import yaml
@@ -20,8 +19,8 @@ from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, newest_first
 from biphasic.checkpointing.start_rules import batch_in_path, checkpoint_folder, recorded_config
 from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.study import MergeShape
-from biphasic.config.timeline import ScheduleConfig, decay_start, learning_rate_factor, resolve_phases
+from biphasic.config.merging import merge_weights
+from biphasic.config.timeline import decay_start, resolve_phases
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
@@ -75,34 +74,6 @@ def merge_checkpoints(
     record |= {"losses": {}, "merged": parts}
     with user_errors(f"{out}: can't be written", RuntimeError):  # PyTorch raises one if the disk is full
         _write(merged, record, sources[-1][1], out)
-
-
-def merge_weights(weights: str | Sequence[float], batches: Sequence[int]) -> list[float]:
-    """Return the weights of checkpoints at these batches, with the sum 1.
-
-    They are given as numbers, as text with commas between numbers, as `mean`, or by the decay that they equal (`linear`,
-    `1-sqrt`, `cosine`): the mean is then what the run would have become if its updates had been scaled by a decay to 0
-    from the first checkpoint to the last, all those between two checkpoints by the same mean rate (WSM, arXiv 2507.17634).
-    Raises a UserError if they are none of these, or the batches of a decay don't increase.
-    """
-    expected = f"weights {weights}: expected {len(batches)} numbers of at least 0, or {', '.join(get_args(MergeShape))}"
-    if weights == "mean":
-        weights = [1.0] * len(batches)
-    elif weights in get_args(MergeShape):
-        if any(before >= after for before, after in pairwise(batches)):
-            raise UserError(f"weights {weights}: expected checkpoints at increasing batches; got {batches}")
-        length = Duration(batches[-1] - batches[0], "ba")
-        schedule = ScheduleConfig.model_validate({"decay": length, "decay_shape": weights})
-        times = [TrainingProgress(batch, 0, 0, 0) for batch in range(int(length.value))]
-        factors = [learning_rate_factor(schedule, length, time) for time in times]
-        rates = [fmean(factors[before - batches[0] : after - batches[0]]) for before, after in pairwise(batches)]
-        weights = [before - after for before, after in pairwise([1.0, *rates, 0.0])]
-    elif isinstance(weights, str):
-        with user_errors(expected, ValueError):
-            weights = [float(number) for number in weights.split(",")]
-    if len(weights) != len(batches) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-        raise UserError(expected)
-    return [weight / sum(weights) for weight in weights]
 
 
 def stable_checkpoints(folder: str) -> Iterator[Manifest]:

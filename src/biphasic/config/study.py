@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -29,9 +30,10 @@ from biphasic.config.base import (
 )
 from biphasic.config.check import check
 from biphasic.config.durations import Duration
+from biphasic.config.merging import MergeShape, merge_weights
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.read import KeyTree, escape_interpolations, format_override, read_tree
-from biphasic.errors import ConfigError, Problem
+from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.storage import is_remote, join
 
 CONTINUES = "continues"
@@ -42,7 +44,6 @@ STAGE_FOLDERS = ("sweep", "evaluate")
 """Folders of the stages, next to the models' folders."""
 
 
-MergeShape = Literal["mean", "linear", "1-sqrt", "cosine"]
 _Batches = Annotated[list[Positive], Field(min_length=1)]
 
 
@@ -182,8 +183,14 @@ class StudyConfig(JobConfig):
                 yield [f"merges.{name}"], "expected another name, because a model or a stage has a folder of this name"
             if unknown := merge.merge_of.keys() - self.models.keys():
                 yield [f"merges.{name}.merge_of"], f"expected names of models of this study; got {min(unknown)!r}"
-            if (count := sum(map(len, merge.merge_of.values()))) < 2:
-                yield [f"merges.{name}.merge_of"], f"expected at least two checkpoints; got {count}"
+            batches = [batch for of_model in merge.merge_of.values() for batch in of_model]
+            if len(batches) < 2:
+                yield [f"merges.{name}.merge_of"], f"expected at least two checkpoints; got {len(batches)}"
+                continue
+            try:
+                merge_weights(merge.weights, batches)
+            except UserError as error:
+                yield [f"merges.{name}.weights", f"merges.{name}.merge_of"], str(error)
         for name in self.stages.checkpoints:
             if name not in self.models:
                 yield [f"stages.checkpoints.{name}"], f"expected the name of a model of this study; got {name!r}"
@@ -207,6 +214,10 @@ class StudyConfig(JobConfig):
 
     def _command_problems(self, command: str) -> KeyProblems:
         key, names = "executor.command", fields_of(command)
+        try:
+            shlex.split(command)
+        except ValueError as error:
+            yield [key], f"can't be split as a shell does ({error})"
         if not {"file", "overrides"} & set(names):
             yield [key], "names no run: expected {file}, or {base} and {overrides}"
         if ("base" in names) != ("overrides" in names):

@@ -17,6 +17,7 @@ from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, train
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import MergeConfig, StudyConfig, StudyCostConfig
 from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
+from biphasic.study.stages import check_stages
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
 from biphasic.training.metrics_file import trained_batches
@@ -76,8 +77,10 @@ class StudyPlan:
 def plan_study(study: StudyConfig) -> StudyPlan:
     """Return the plan of a checked study. Reads only the checkpoints' manifests in the study's folder.
 
-    Raises a UserError if two models have the same history or the folder can't be read.
+    Raises a UserError if two models have the same history or the folder can't be read, and a ConfigError if a YAML of a
+    stage is invalid.
     """
+    check_stages(study)
     configs, tree = study_runs(study)
     states = read_states(study)
     runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())

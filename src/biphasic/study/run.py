@@ -24,6 +24,7 @@ from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor,
 from biphasic.errors import PREEMPTED, UserError
 from biphasic.signals import noted_signals
 from biphasic.storage import is_remote, open_store
+from biphasic.study.stages import check_stages
 from biphasic.study.state import is_ready, read_states, starting_run
 from biphasic.study.tree import StudyRun, study_runs
 
@@ -38,8 +39,10 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
 
     The status is that of the first run or command that fails, else 0. `limit` is the maximum number of runs to start.
     `train` replaces the local executor: it gets a run's resolved YAML and returns its exit status. Raises a UserError
-    if two models have the same history, the folder can't be read, or the executor can't be used.
+    if two models have the same history, the folder can't be read, or the executor can't be used, and a ConfigError if a
+    YAML of a stage is invalid.
     """
+    check_stages(study)
     configs, tree = study_runs(study)
     states, executor = read_states(study), study.executor
     for name, config in configs.items():
@@ -75,8 +78,9 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
             values = {"name": run.name, "file": str(file)}
             if study.base_file is not None:
                 values |= {"base": study.base_file, "overrides": " ".join(overrides_of(study, config))}
-            print(f"{run.name}: submitted, {start}", flush=True)
             status = run_command(executor, values)
+            if status == 0:
+                print(f"{run.name}: submitted, {start}", flush=True)
         else:
             print(f"{run.name}: {start}", flush=True)
             status = train(file) if train is not None else train_here(executor, file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +16,12 @@ from biphasic.config.load import dump, load_job
 from biphasic.config.read import format_override
 from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig, SweepModel
-from biphasic.errors import UserError
+from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.export.folder import has_export
-from biphasic.storage import join, open_store
+from biphasic.storage import join, open_store, user_errors
 from biphasic.study.state import read_states
 from biphasic.study.tree import owner_of, study_runs
+from biphasic.sweep.grid import trial_configs
 
 _MAIN = Path(__file__).parents[2] / "main.py"
 _SCORES_FILE = "scores.json"
@@ -96,8 +97,9 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
         newest = states[model.name].newest if model.name in configs else None
         if newest is not None:
             return [newest]
-        places = [open_store(study.checkpoints_of(run)) for run, _ in model.sources]
-        return [read_manifest(p, manifest_name(batch)) for p, (_, batch) in zip(places, model.sources, strict=True)]
+        with user_errors(f"{model.name}: its checkpoints can't be read", ValueError):
+            places = [open_store(study.checkpoints_of(run)) for run, _ in model.sources]
+            return [read_manifest(p, manifest_name(batch)) for p, (_, batch) in zip(places, model.sources, strict=True)]
 
     trained = {model.name: manifests(model) for model in models.values() if is_trained(model)}
     sources = {
@@ -121,15 +123,35 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     return 0
 
 
+def check_stages(study: StudyConfig) -> None:
+    """Check the YAMLs of the stages, so that their faults are found before the training.
+
+    Raises a ConfigError if one is invalid, also those of the sweep's tasks.
+    """
+    first = next(iter(study.models))
+    if study.stages.finetune is not None:
+        trial_configs(_sweep_of(study, [first]))
+    if study.stages.evaluate is not None:
+        evaluation_config(study, first)
+
+
 def sweep_config(study: StudyConfig) -> SweepConfig:
     """Return the sweep over the study's exported models.
 
     Raises a ConfigError if the sweep's YAML is invalid, and a UserError without `stages.finetune` or exported models.
     """
-    sweep = load_job(SweepConfig, _required(study, "finetune"))
-    models, names = scored_models(study), _exported(study)
+    return _sweep_of(study, _exported(study))
+
+
+def _sweep_of(study: StudyConfig, names: Iterable[str]) -> SweepConfig:
+    file, models = _required(study, "finetune"), scored_models(study)
     swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
-    return sweep.model_copy(update={"models": swept, "output": join(study.folder, "sweep")})
+    values = {"models": swept, "output": join(study.folder, "sweep")}
+    config = load_job(SweepConfig, file).model_copy(update=values)
+    of_the_study = f"with output {config.output}, which the study sets"
+    if problems := [Problem(file, keys[0], f"{text}; {of_the_study}") for keys, text in config.problems(ranks=1)]:
+        raise ConfigError(problems)
+    return config
 
 
 def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path], int] | None = None) -> int:

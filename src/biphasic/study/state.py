@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
 from biphasic.checkpointing.start_rules import past_differences
-from biphasic.config.history import is_overridden
+from biphasic.config.history import phase_paths
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
@@ -39,13 +39,13 @@ class RunState:
         if self.newest is None:
             return []
         try:
-            differences = past_differences(self.newest, config)
+            overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
+            differences = past_differences(self.newest, config, overrides)
         except UserError as error:
             return [str(error)]
         return [
             f"{difference.key}: {difference.first} in its checkpoints, {difference.second} in the study"
             for difference in differences
-            if not is_overridden(difference.key, config.checkpoint.resume_overrides)
         ]
 
 
