@@ -163,16 +163,22 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     write_sweep: Callable[..., Path], log: Path, number: signal.Signals, to_group: bool
 ) -> None:
     """Ctrl-C goes to the whole foreground group: it must not become the error of a trial."""
+    other = load(write_sweep({"other": {"do": "train"}}, learning_rates=[1e-5], cluster={"at_once": 2}))
+    assert isinstance(other, SweepConfig) and run(other, module="helpers.small_trials") == 0
     path = write_sweep({"m": {"do": "hang"}}, cluster={"at_once": 2})
     driver = subprocess.Popen([*DRIVE, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(read_log(log, "started")) < 2 and time.monotonic() < deadline:
+    while len(read_log(log, "started")) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     config = load(path)
     assert isinstance(config, SweepConfig)
     lock = Path(config.output) / "lock.json"
     with pytest.raises(UserError, match=r"^output .*/out is locked by a running process: process .*another output$"):
         run(config, module="helpers.small_trials")
+    # Nothing is missing in the other grid, which must not replace the running one's.
+    with pytest.raises(UserError, match="is locked by a running process"):
+        run(other, module="helpers.small_trials")
+    assert {model.name for model in read_grid(open_store(config.output)).models} == {"m"}
     (os.killpg if to_group else os.kill)(driver.pid, number)
     output = driver.communicate(timeout=30)[0]
     assert driver.returncode == PREEMPTED, output

@@ -83,6 +83,15 @@ def test_nothing_to_choose_from() -> None:
     assert chosen_rate(grid, nan).lr == 1e-5
 
 
+def test_the_only_rate_needs_no_validation() -> None:
+    grid = grid_of(rates=(2e-5,), rate_seeds=1)
+    records = records_of(grid, lambda *_: (None, 0.5))
+    chosen = chosen_rate(grid, records)
+    assert (chosen.lr, chosen.validation, chosen.complete) == (2e-5, None, True)
+    assert planned_trials(grid, records) == grid.trials
+    assert chosen_rate(grid, records_of(grid, lambda *_: None)).lr is None
+
+
 def test_one_seed_chooses_and_the_others_run_at_its_rate() -> None:
     """The other seeds' scores choose nothing, and wait for the choice of their own model and task."""
     grid = grid_of(tasks=(MSMARCO,), rate_seeds=1)

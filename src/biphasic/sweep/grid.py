@@ -153,6 +153,8 @@ def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
         raise ConfigError(problems) from None
     if not isinstance(loaded, FinetuneConfig):
         raise ConfigError([Problem(file, "job", f"expected finetune, which tasks.{task} needs; got {loaded.job}")])
+    if len(config.learning_rates) > 1 and getattr(loaded.task, "validation", "") is None:
+        raise ConfigError([Problem(file, "task.validation", "is null, but the sweep chooses among its rates by it")])
     return loaded
 
 

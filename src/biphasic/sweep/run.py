@@ -77,23 +77,23 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
 
     try:
         with ExitStack() as stack:
+            lock = RunLock(config.output, key="output", alternative="output")
+            lock.acquire(ranks=1)
+            stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
 
-            def start_workers() -> tuple[RunLock, Workers]:
-                lock = RunLock(config.output, key="output", alternative="output")
-                lock.acquire(ranks=1)
-                stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
-                workers = open_workers(module, config.output, config.cluster, estimate_bytes, _local_inputs(configs))
-                return lock, stack.enter_context(workers)
+            def start_workers() -> Workers:
+                local = _local_inputs(configs)
+                return stack.enter_context(open_workers(module, config.output, config.cluster, estimate_bytes, local))
 
             # Workers start first so that they import Composer while this process hashes the model and data files.
             incomplete = len(recorded_trials(folder)) < fewest_trials(config) or retry_failed
-            locked_workers = start_workers() if incomplete else None
+            early_workers = start_workers() if incomplete else None
             grid = build_grid(config, configs, import_module(module))
             write_grid(folder, grid)
             driver = Driver(grid, configs, folder, config.cluster.retries)
             driver.read_records(retry_failed)
             if driver.missing():
-                lock, workers = locked_workers or start_workers()
+                workers = early_workers or start_workers()
                 numbers = (signal.SIGINT, signal.SIGTERM)
                 signals = stack.enter_context(noted_signals(numbers, interrupt_on_second=True))
                 driver.work(workers, lock, signals, limit)

@@ -1,10 +1,11 @@
 """Choose each model's learning rate for each test set from a sweep's records.
 
 The chosen rate has the highest mean validation score over the grid's first `rate_seeds` seeds, and is the smallest of
-those with equal means. Test scores are not used. The other seeds run at the chosen rates only. Only rates with the
-largest number of scored seeds are compared, so that no rate wins because its worst seed is missing. A choice is
-`complete` if no missing trial could change it: every trial with the choosing seeds has a record, the chosen rate has a
-score for each of these seeds, and no rate with failed trials has a better mean over its scored seeds.
+those with equal means. A grid's only rate is chosen without validation scores too. Test scores are not used. The other
+seeds run at the chosen rates only. Only rates with the largest number of scored seeds are compared, so that no rate wins
+because its worst seed is missing. A choice is `complete` if no missing trial could change it: every trial with the
+choosing seeds has a record, the chosen rate has a score for each of these seeds, and no rate with failed trials has a
+better mean over its scored seeds.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class ChosenRate:
     """The chosen learning rate of a model for a test set."""
 
     lr: float | None
-    """The rate; None if no trial has a validation score."""
+    """The rate; None if no trial has a validation score, or with one rate a test score."""
     validation: float | None
-    """Mean validation score (0 to 1) at this rate over the choosing seeds that have a score."""
+    """Mean validation score (0 to 1) at this rate over the choosing seeds that have a score; None if none has."""
     complete: bool
     """Whether no missing trial could change the choice."""
 
@@ -135,7 +136,11 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
             elif record is not None:
                 failed.add(lr)
     if not scores:
-        return ChosenRate(None, None, False)
+        tested = [score_of(records.get(trials[grid.learning_rates[0], seed]), name, "test") for seed in choosing]
+        if len(grid.learning_rates) > 1 or not any(score is not None for score in tested):
+            return ChosenRate(None, None, False)
+        # There is nothing to choose, so a task without validation is no problem.
+        return ChosenRate(grid.learning_rates[0], None, None not in tested)
     most = max(len(by_seed) for by_seed in scores.values())
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
