@@ -84,6 +84,13 @@ def test_a_base_says_that_it_is_one() -> None:
         assert name == "finetune" or str(ROOT / "yamls" / f"{user}.yaml") in message
 
 
+def test_a_mistake_in_a_folder_named_base_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    file = tmp_path / "base" / "own.yaml"
+    file.write_text(f"defaults: {QUICKSTART}\nmax_durration: 10ba\n")
+    assert "max_durration: unknown key; did you mean `max_duration`?" in problems(file)
+
+
 def test_a_base_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "own.yaml").write_text("job: pretrain\n")

@@ -150,6 +150,14 @@ def test_schedules_that_cannot_be_are_refused(values: dict[str, Any], keys: list
     assert problems == ([(names, message)] if keys else [])
 
 
+@pytest.mark.parametrize(("rows", "fit"), [((8, 1), True), ((1, 8), False)])
+def test_the_decay_s_own_batches_count(rows: tuple[int, int], fit: bool) -> None:
+    """Batches 0 to 4 and 5 to 9 have different sizes. The decay begins at batch 4; the warmup ends before batch 4 or 7."""
+    parts = [(first, BatchShape(count, 10)) for first, count in zip((0, 5), rows, strict=True)]
+    schedule = ScheduleConfig.model_validate({"warmup": "320tok" if fit else "200tok", "decay": "6ba"})
+    assert bool(list(schedule_problems(schedule, END, BatchShapes(tuple(parts))))) is not fit
+
+
 @pytest.mark.parametrize(
     ("values", "end", "messages"),
     [

@@ -147,6 +147,8 @@ class ConvertConfig(JobConfig):
         for key, kind in {"window": "documents", "shortest": "stream"}.items():
             if kind != segments.kind and not segments.is_default(key):
                 yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
+        if segments.kind != "stream" and not self.is_default("seed"):
+            yield ["seed", "segments.kind"], f"has no effect with kind: {segments.kind}"
         for index, condition in enumerate(self.filters):
             if all(getattr(condition, name) is None for name in ("min", "max", "any_of", "none_of")):
                 yield [f"filters.{index}"], "keeps everything; expected one of min, max, any_of, none_of"

@@ -63,6 +63,8 @@ class EvaluateConfig(RunConfig):
         """Check combinations of values."""
         if not (self.tasks or self.benchmarks or self.sets):
             yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
+        if not self.sets and not self.is_default("sets_language"):
+            yield ["sets_language", "sets"], "has no effect without sets"
         names = [set_name(path) for path in self.sets]
         for index, name in enumerate(names):
             if name in names[:index]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Job = TypeVar("Job", bound="JobConfig")
 _BASES = "base"
 """Name of folders with YAMLs that are only for the `defaults:` of others."""
+_LACKING = re.compile(r"is missing|Interpolation key \S+ not found")
+"""Messages about keys that a base leaves to the YAMLs that build on it."""
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -47,8 +49,9 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     tree = read_tree(file, overrides or [])
     try:
         config: Config = check(tree.content(), JOBS, tree.source, ranks)  # pyright: ignore[reportAssignmentType]
-    except ConfigError:
-        if Path(file).parent.name == _BASES:
+    except ConfigError as error:
+        lacks_keys = all(_LACKING.match(problem.message) for problem in error.problems)
+        if Path(file).parent.name == _BASES and lacks_keys:
             raise ConfigError([_base_problem(Path(file))]) from None
         raise
     if config.job == "study":

@@ -81,7 +81,9 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         message = "can't be given beside model.init_from, whose own value is used; remove one of them"
         yield from model.require_defaults(_FIXED_BY_INIT_FROM, "model", [], message)
         return
-    yield from model.require_defaults(["new_vocabulary"], "model", [], "has no effect without model.init_from")
+    yield from model.require_defaults(
+        ("new_vocabulary", "trust_remote_code"), "model", [], "has no effect without model.init_from"
+    )
     if model.preset is not None:
         message = f"can't be given beside model.preset: {model.preset}, which fixes it"
         yield from model.require_defaults(_FIXED_BY_PRESET, "model", [], message)

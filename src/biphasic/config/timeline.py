@@ -211,7 +211,7 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         return
     if batch.not_before(warmup, max_duration):
         yield ["schedule.warmup", "max_duration"], f"expected less than max_duration ({max_duration})"
-    elif warmup.value and decay.value and batch.tokens(warmup) + batch.tokens(decay) > batch.tokens(max_duration):
+    elif warmup.value and decay.value and batch.tokens(warmup) > batch.tokens(decay_start(schedule, max_duration)):
         message = f"warmup ({schedule.warmup}) and decay ({schedule.decay}) are longer than the run ({max_duration})"
         yield ["schedule.warmup", "schedule.decay", "max_duration"], message
     if decay.value > max_duration.value:
