@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, GCSDownloader
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.data import shards
@@ -94,6 +95,25 @@ def test_loader_processes_have_connections_of_their_own(
     monkeypatch.setattr(shards, "_DOWNLOAD_ATTEMPTS", 1)
     keys: dict[str, Any] = {"num_workers": 4, "predownload": 40}
     assert sorted(numbers(open_rows(data(remote, local=str(tmp_path / "cache"), **keys)))) == list(range(800))
+
+
+def test_a_download_from_google_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google's library leaves a part of the file, which Streaming would take for all of it."""
+    calls = list[str]()
+
+    def download(self: Any, remote: str, local: str, timeout: float) -> None:
+        calls.append(local)
+        Path(local).write_bytes(b"whole" if len(calls) == 2 else b"par")
+        if len(calls) == 1:
+            raise OSError("503")
+
+    monkeypatch.setattr(GCSDownloader, "_download_file_impl", download)
+    downloader, file = DOWNLOADER_MAPPINGS["gs"](), tmp_path / "shard"
+    with pytest.raises(OSError, match="503"):
+        downloader.download("gs://bucket/shard", str(file))
+    assert not list(tmp_path.iterdir())
+    downloader.download("gs://bucket/shard", str(file))
+    assert [path.name for path in tmp_path.iterdir()] == ["shard"] and file.read_bytes() == b"whole"
 
 
 def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from biphasic.errors import UserError
 from biphasic.storage import (
@@ -24,9 +26,11 @@ from biphasic.storage import (
     atomic_path,
     file_hash,
     filesystems,
+    is_folder,
     is_unreachable,
     open_store,
 )
+from biphasic.storage.buckets import S3Store
 from conftest import MakeBucket
 from helpers.ports import free_port
 from helpers.s3_server import CREDENTIALS
@@ -197,3 +201,44 @@ def test_a_store_that_does_not_answer_is_unreachable(address: str, monkeypatch: 
     with pytest.raises(OSError) as unreachable:
         open_store(address).list()
     assert is_unreachable(unreachable.value), repr(unreachable.value)
+
+
+def test_errors_of_other_libraries_that_may_pass() -> None:
+    """By their causes, which Azure's library keeps in an attribute, and by the status of a response."""
+
+    class OfAzure(Exception):
+        inner_exception = ConnectionResetError()
+
+    class OfGoogle(Exception):
+        def __init__(self, status: int):
+            self.response = SimpleNamespace(status_code=status)
+
+    assert all(map(is_unreachable, (OfAzure(), OfGoogle(503), OfGoogle(429), socket.gaierror())))
+    assert not any(map(is_unreachable, (OfGoogle(404), OfGoogle(403), ValueError())))
+
+
+def test_an_object_that_is_gone_may_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google's S3 interface answers with an error, also to a request that is repeated."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    store, answers = open_store("s3://bucket/x"), {"Error": {"Code": "NoSuchKey"}}
+    assert isinstance(store, S3Store)
+
+    def delete(**_: str) -> None:
+        raise ClientError(answers, "DeleteObject")  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(store, "_client", SimpleNamespace(delete_object=delete))
+    store.remove(["gone"])
+    answers["Error"]["Code"] = "AccessDenied"
+    with pytest.raises(OSError, match="AccessDenied"):
+        store.remove(["kept"])
+
+
+def test_a_folder_that_may_not_be_entered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    assert not is_folder("/nowhere") and is_folder("/")
+    monkeypatch.setattr("biphasic.storage.paths.os.stat", refuse)
+    with pytest.raises(UserError, match=r"^/home/colleague/tok: can't be read \(Permission denied\)$"):
+        is_folder("/home/colleague/tok")

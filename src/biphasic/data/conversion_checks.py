@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import INDEX
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import join
+from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _MAX_UNUSED = 0.1
@@ -50,13 +51,16 @@ def row_problems(
 
 
 def check_rows(config: PretrainConfig) -> RowChecks:
-    """Check a run's rows and tokenizer for its plan. A tokenizer in a bucket or on the hub is not downloaded."""
+    """Check a run's rows and tokenizer for its plan. A tokenizer in a bucket or on the hub is not downloaded.
+
+    Raises a UserError if a folder above a local path may not be entered.
+    """
     checks, tokenizer = RowChecks(), None
 
     def add_missing(message: str, is_made: bool) -> None:
         (checks.missing if is_made else checks.problems).append(message)
 
-    if Path(config.tokenizer).is_dir():
+    if is_folder(config.tokenizer):
         try:
             tokenizer = load_tokenizer(config.tokenizer)
         except UserError as error:
@@ -65,7 +69,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
         add_missing(f"tokenizer {config.tokenizer}: there is no such folder", is_made_by_jobs(config.tokenizer))
     for key, stream in config.splits.items():
         split = Path(stream.local)
-        if stream.remote is None and not (split / INDEX).is_file():
+        if stream.remote is None and not (is_folder(stream.local) and os.path.isfile(split / INDEX)):
             reason = f"has no {INDEX}: expected a split of a finished conversion"
             is_converted = (split.parent / CONVERSION_RECORD).is_file()
             is_started = (split.parent / CONVERSION_STARTED).is_file()
@@ -74,7 +78,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
                 is_started or (not is_converted and is_made_by_jobs(stream.local)),
             )
     source = config.model.init_from
-    if source is not None and is_local_path(source) and not Path(source).exists():
+    if source is not None and is_local_path(source) and not os.path.exists(source):
         add_missing(f"model.init_from {source}: there is no such checkpoint or folder", is_made_by_jobs(source))
     conversions = {
         key: stream for key, stream in read_conversions(config.streams).items() if "tokenizer" in stream.record

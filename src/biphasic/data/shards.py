@@ -10,7 +10,7 @@ from typing import Any
 
 from streaming import Stream
 from streaming.base.format import Reader
-from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader, GCSDownloader
 
 from biphasic.config.data import CONVERSION_STARTED, MixedStreamConfig, StreamConfig, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
@@ -39,6 +39,21 @@ class UnavailableShardError(ShardError, Unavailable):
     """A shard can't be downloaded for now."""
 
 
+class GoogleDownloader(GCSDownloader):
+    """Downloads under another name first: Google's library leaves the part of a download that failed.
+
+    Streaming takes a file that is there for a complete one, also when it tries again.
+    """
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        part = f"{local}.tmp"
+        try:
+            super()._download_file_impl(remote, part, timeout)
+            os.replace(part, local)
+        finally:
+            Path(part).unlink(missing_ok=True)
+
+
 class AzureBlobDownloader(AzureDownloader):
     """Downloads `az://container/…` from the account that `biphasic.storage` uses.
 
@@ -58,7 +73,7 @@ class AzureBlobDownloader(AzureDownloader):
         self._azure_client = BlobServiceClient(account_url=azure_account().url, credential=self.credential)
 
 
-DOWNLOADER_MAPPINGS["az"] = AzureBlobDownloader
+DOWNLOADER_MAPPINGS |= {"gs": GoogleDownloader, "az": AzureBlobDownloader}
 
 
 class CheckedStream(Stream):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, open_store, user_errors
+from biphasic.storage import first_line, is_folder, is_remote, open_store, user_error, user_errors
 from biphasic.storage.hub import why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -167,7 +168,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     as in EuroBERT's tokenizer, because nothing attends to padding. Raises a UserError if there is no usable tokenizer,
     or it has neither a pad nor an EOS token.
     """
-    if Path(path).is_dir():
+    if is_folder(path):
         return _read(Path(path), path)
     with tempfile.TemporaryDirectory() as folder:
         if not is_remote(path):
@@ -190,12 +191,13 @@ def _load_from_hub(path: str, revision: str | None) -> Any:
         # Without the argument, transformers asks on a terminal whether to run the repository's code.
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}") from None
+        message = f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}"
+        raise user_error(message, error) from None
 
 
 def _read(folder: Path, source: str) -> Tokenizer:
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(
             f"tokenizer {source}: has no tokenizer.json; save it once with "
             "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(…)"

@@ -27,7 +27,7 @@ from biphasic.model.language_model import (
 from biphasic.model.new_vocabulary import fit_vocabulary
 from biphasic.model.packing_probe import computes_own_logits, packing_problem
 from biphasic.quiet import without_warnings
-from biphasic.storage import cached_file_hash, first_line, is_remote
+from biphasic.storage import cached_file_hash, first_line, is_remote, user_error
 from biphasic.storage.hub import why_missing
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         source = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
         message = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
-        raise UserError(f"model {path}: can't be loaded ({source}: {message})") from None
+        raise user_error(f"model {path}: can't be loaded ({source}: {message})", error) from None
 
 
 @functools.cache
@@ -248,7 +248,7 @@ def load_network(auto_class: Any, path: str, config: Any, *, may_lack: tuple[str
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
         message = "its family's attention can't be replaced" if unknown else first_line(error)
-        raise UserError(f"model {path}: can't be loaded ({message})") from None
+        raise user_error(f"model {path}: can't be loaded ({message})", error) from None
     generator, missing = torch.Generator().manual_seed(0), list[str]()
     for name in sorted(info["missing_keys"]):
         if name.startswith(may_lack):

@@ -12,7 +12,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,10 @@ class S3Store(_BucketStore):
         """Not by S3's request for many objects, which some stores lack, or answer with an error (no Content-MD5)."""
 
         def remove(key: str) -> None:
-            self._client.delete_object(Bucket=self._bucket, Key=key)
+            with suppress(FileNotFoundError), _as_os_error():  # Google's S3 interface answers 404 for a missing object
+                self._client.delete_object(Bucket=self._bucket, Key=key)
 
-        with _as_os_error(), ThreadPoolExecutor(_DELETIONS) as pool:
+        with ThreadPoolExecutor(_DELETIONS) as pool:
             list(pool.map(remove, map(self._key, names)))
 
 
@@ -265,21 +266,30 @@ def _as_os_error() -> Iterator[None]:
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Return whether an operation failed because a bucket can't be reached or is overloaded: it may succeed later."""
+    """Return whether an operation failed because a bucket or the hub can't be reached or is overloaded.
+
+    It may succeed later. The error's causes are examined too, also those that Azure's library keeps in an attribute.
+    """
     from boto3.exceptions import RetriesExceededError
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as BotoConnectionError
 
-    kinds = (UnreachableError, ConnectionError, TimeoutError, RetriesExceededError, HTTPClientError, IncompleteReadError,
-             BotoConnectionError)  # fmt: skip
+    kinds = (UnreachableError, ConnectionError, TimeoutError, socket.gaierror, RetriesExceededError, HTTPClientError,
+             IncompleteReadError, BotoConnectionError)  # fmt: skip
     while error is not None:
         if isinstance(error, kinds):
             return True
         if isinstance(error, ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return status >= 500 or status in _BUSY or error.response.get("Error", {}).get("Code") == "RequestTimeout"
-        error = error.__cause__ or error.__context__
+            return _is_busy(status) or error.response.get("Error", {}).get("Code") == "RequestTimeout"
+        if _is_busy(getattr(getattr(error, "response", None), "status_code", 0)):  # of Google, Azure and the hub
+            return True
+        error = error.__cause__ or error.__context__ or getattr(error, "inner_exception", None)
     return False
+
+
+def _is_busy(status: int) -> bool:
+    return status >= 500 or status in _BUSY
 
 
 def user_error(message: str, error: BaseException | None) -> UserError:

@@ -7,9 +7,8 @@ import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 
-from biphasic.storage.paths import UnreachableError, first_line, is_remote
+from biphasic.storage.paths import UnreachableError, first_line, is_folder, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
 """Folders that jobs write to by default. A path into them is never a hub id."""
@@ -37,8 +36,9 @@ def why_missing(path: str, revision: str | None = None) -> str | None:
     """Return why a model or tokenizer can't be loaded, or None if it is a folder here, in the hub's cache or on the hub.
 
     The hub is asked once, without retries. Paths in a bucket are not checked and give None, as does an overloaded hub.
+    Raises a UserError if a folder above a local one may not be entered.
     """
-    if Path(path).is_dir() or is_remote(path):
+    if is_remote(path) or is_folder(path):
         return None
     if is_local_path(path):
         return "there is no such folder"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 import re
+import stat
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,16 @@ class UnreachableError(OSError):
 def is_remote(path: str) -> bool:
     """Return whether `path` is a URL, not a local path."""
     return "://" in path
+
+
+def is_folder(path: str) -> bool:
+    """Return whether there is a local folder. Raises a UserError if this user may not enter one of the folders above it."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from None
+    except (OSError, ValueError):
+        return False
 
 
 def is_inside(name: str) -> bool:
