@@ -197,6 +197,16 @@ def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:
         read(file)
 
 
+def test_an_open_quotation_mark_does_not_take_the_rest_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MAX_FIELD", 20)
+    file = tmp_path / "a.csv"
+    file.write_text('id,text\n1,one\n2,"two\n' + "3,three\n" * 10 + '4,"four"\n')
+    with pytest.raises(DamagedFileError, match=r"a\.csv, line 3: is damaged: a quotation mark"):
+        read(file)
+
+
 def test_tsv(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('id\ttext\n1\tone, "two"\n2\t"three\t3"\n')
     assert texts(read(tmp_path)) == ['one, "two"', "three\t3"]

@@ -344,3 +344,10 @@ def test_many_shards_are_read_by_several_processes(output: Path, monkeypatch: py
     assert [fault.partition(":")[0] for fault in result.faults] == [f"train/{unit_of(output)}/shard.00002.mds.zstd"]
     total = row_count(str(output / "train"))
     assert result.summary[0] == f"train: {total - rows:,} of {total:,} rows were read without fault"
+
+
+def test_a_list_of_documents_that_is_cut_short(output: Path) -> None:
+    file = next((output / "documents").iterdir())
+    file.write_bytes(file.read_bytes()[:-3])
+    faults = verify(str(output)).faults
+    assert any(fault.startswith("documents/: can't be read (buffer size") for fault in faults), faults

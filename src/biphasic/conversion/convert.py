@@ -156,11 +156,15 @@ class _Driver:
 
     def _jobs(self) -> Iterator[Job]:
         """Yield the units without a record, each with the tokens that remain when it is submitted."""
-        for unit, remaining in self._remaining():
+        limit = self.context.config.max_tokens
+        for position, unit in enumerate(self.units):
+            if unit.name in self.records:
+                continue
+            # Earlier units may have finished since the last job.
+            remaining = None if limit is None else max(limit - sum(map(self._tokens, self.units[:position])), 0)
             if remaining == 0 or self.stopping:
                 return
-            if unit.name not in self.records:
-                yield unit, remaining
+            yield unit, remaining
 
     def _take(self, result: UnitResult, progress: Progress) -> None:
         """Keep a unit's record or its fault. A fault other than a damaged file's stops the conversion."""
@@ -173,11 +177,15 @@ class _Driver:
 
     def _remaining(self) -> Iterator[Job]:
         """Yield each unit with the training tokens that remain after the finished units before it; None means no limit."""
-        limit = self.context.config.max_tokens
-        for position, unit in enumerate(self.units):
-            before = [] if limit is None else [self.records.get(other.name) for other in self.units[:position]]
-            taken = sum(record["splits"]["train"]["tokens"] for record in before if record is not None)
+        limit, taken = self.context.config.max_tokens, 0
+        for unit in self.units:
             yield unit, None if limit is None else max(limit - taken, 0)
+            taken += self._tokens(unit)
+
+    def _tokens(self, unit: WorkUnit) -> int:
+        """Return the training tokens of a finished unit; 0 for another."""
+        record = self.records.get(unit.name)
+        return 0 if record is None else record["splits"]["train"]["tokens"]
 
     def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], Job | None]:
         """Return the units up to the limit or to one without a record, and the job of the one to stop at it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import tempfile
@@ -35,7 +36,17 @@ from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
-from biphasic.storage import LOCK_FILE, LocalStore, Store, first_line, join, json_bytes, open_store, user_errors
+from biphasic.storage import (
+    LOCK_FILE,
+    LocalStore,
+    Store,
+    first_line,
+    is_remote,
+    join,
+    json_bytes,
+    open_store,
+    user_errors,
+)
 
 UnitRecords = list[tuple[WorkUnit, UnitRecord]]
 CONVERSION_LOG = "conversion.log"
@@ -164,7 +175,10 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
 def write_error_message(output: str, error: OSError) -> str:
     """Return the message about an output that can't be written."""
     advice = "finished work units are kept; fix the cause, and run the same command again"
-    return f"output {output}: can't be written ({first_line(error)}); {advice}"
+    # Shards for a bucket are written to a temporary folder first.
+    is_disk = error.errno == errno.ENOSPC and is_remote(output)
+    place = f"temporary folder {tempfile.gettempdir()} (TMPDIR)" if is_disk else f"output {output}"
+    return f"{place}: can't be written ({first_line(error)}); {advice}"
 
 
 def read_unit_records(store: Store) -> dict[str, UnitRecord]:
@@ -300,11 +314,15 @@ def document_numbers(store: Store, units: Iterable[str]) -> Iterator[np.ndarray]
 
 
 def count_repeated(numbers: Iterable[np.ndarray]) -> int:
-    """Count the documents that have the number of an earlier one. The numbers are sorted on disk to save memory."""
+    """Count the documents that have the number of an earlier one. The numbers are sorted on disk to save memory.
+
+    Raises a UserError if the temporary folder is full.
+    """
     with tempfile.TemporaryFile() as file:
         for part in numbers:
-            file.write(part.astype("<u8").tobytes())
-        file.flush()
+            with user_errors(f"temporary folder {tempfile.gettempdir()} (TMPDIR): can't be written"):
+                file.write(part.astype("<u8").tobytes())
+                file.flush()
         if not file.tell():
             return 0
         merged = np.memmap(file, "<u8", "r+")

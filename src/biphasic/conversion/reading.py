@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,8 @@ from biphasic.storage.hub import hub_errors
 _BATCH_ROWS = 1000
 _READ_BYTES = 1 << 20
 _MAX_CHARACTERS = 2**24
+_MAX_FIELD = 2**28
+"""Maximum number of characters in a field of a CSV file, each of four bytes. An open quotation mark's field ends there."""
 _TEXT_BYTES, _JSON_BYTES = 4, 12
 """Maximum bytes of a character in UTF-8, and as JSON's escapes."""
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -277,7 +278,7 @@ def _json_document(line: bytes, path: str, where: str, config: ConvertConfig) ->
 def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
     lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(_MAX_FIELD)
     rows = csv.reader(lines, delimiter=_DELIMITERS[kind_of(file.path)], strict=True)
     header: list[str] | None = None
     # A CSV file holds texts only, and filters may compare columns with numbers, true and false.
@@ -294,7 +295,7 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Sk
         except StopIteration:
             return
         except csv.Error as error:
-            if "unexpected end" in str(error):
+            if "unexpected end" in str(error) or "field limit" in str(error):
                 message = "is damaged: a quotation mark in this line, or in one after it, is not closed"
                 raise DamagedFileError(f"source {where}: {message}") from None
             yield Skipped("not CSV", where, f"is not CSV ({first_line(error)})")

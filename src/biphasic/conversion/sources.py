@@ -170,7 +170,7 @@ def find_hub_files(source: HubSource) -> Sources:
         is_folder = Path(source.path).is_dir()
         if is_local_path(source.path) and not is_folder:
             raise UserError(f"source {name}: there is no such folder")
-        commit = None if is_folder else hub_commit(source.path, source.revision)
+        commit = hub_commit(source.path, source.revision)
         builder = datasets.load_dataset_builder(source.path, source.name, revision=commit)
         splits = dict(builder.config.data_files or {})
         if source.split not in splits:
@@ -193,14 +193,18 @@ def find_hub_files(source: HubSource) -> Sources:
     return Sources(files, commit)
 
 
-def hub_commit(path: str, revision: str | None) -> str:
-    """Return the commit of a hub dataset's revision, by default the newest commit.
+def hub_commit(path: str, revision: str | None) -> str | None:
+    """Return the commit of a hub dataset's revision, by default the newest commit; None if `path` is a local folder.
 
-    Raises an OSError if the hub can't be reached or the dataset or revision does not exist, and a ValueError if `path`
-    is not a valid dataset name.
+    Raises an OSError if the hub can't be reached or the dataset or revision does not exist, a ValueError if `path` is not
+    a valid dataset name, and a UserError if a revision of a local folder is given.
     """
     from huggingface_hub import HfApi
 
+    if os.path.isdir(path):
+        if revision is not None:
+            raise UserError(f"revision: {revision} has no effect, because {path} is a local folder: remove this key")
+        return None
     with hub_errors():
         commit = HfApi().dataset_info(path, revision=revision).sha
     assert commit is not None

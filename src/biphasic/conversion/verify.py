@@ -29,7 +29,7 @@ from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.limits import available_cores
-from biphasic.storage import Store, first_line, is_inside, join, open_store
+from biphasic.storage import Store, first_line, is_inside, join, open_store, user_errors
 from biphasic.workers.local import parallel_map
 
 _WORTH_PROCESSES = 32
@@ -43,7 +43,7 @@ def verify(output: str, *, sources: bool = True) -> Verification:
     rows, tokens and documents; that no text was converted twice, no document is in the wrong split, and no text
     contains a mask token; the tokenizer; and with `sources`, that the source files are unchanged and have as many
     documents as were read. If there are many shards, one process per core reads them. Raises a UserError if there is no
-    finished conversion.
+    finished conversion, it can't be listed, or the temporary folder is full.
     """
     verification = Verification(output)
     verification.check_tokenizer()
@@ -66,7 +66,8 @@ class Verification:
             if not is_inside(name):
                 raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
         self.store = open_store(output)
-        self.sizes = {name: file.bytes for name, file in self.store.list().items()}
+        with user_errors(f"{output}: can't be listed"):
+            self.sizes = {name: file.bytes for name, file in self.store.list().items()}
 
     def check_tokenizer(self) -> None:
         """Check that the tokenizer is the one that the record names."""
@@ -132,8 +133,13 @@ class Verification:
         self.faults += [f"{name}: is not in the record" for name in unlisted]
         documents = sum(self.sizes[document_numbers_file(unit)] for unit in units) // 8
         validation_end = np.uint64(self.record["validation_end"])
-        numbers = document_numbers(self.store, units)
-        validation = sum(int(np.searchsorted(sorted_numbers, validation_end)) for sorted_numbers in numbers)
+        try:
+            numbers = document_numbers(self.store, units)
+            validation = sum(int(np.searchsorted(sorted_numbers, validation_end)) for sorted_numbers in numbers)
+            repeated = count_repeated(document_numbers(self.store, units))
+        except (OSError, ValueError) as error:
+            self.faults.append(f"documents/: can't be read ({first_line(error)})")
+            return
         expected = sum(part["documents"] for part in splits.values())
         expected_validation = splits.get("validation", {"documents": 0})["documents"]
         if (documents, validation) != (expected, expected_validation):
@@ -153,7 +159,7 @@ class Verification:
             )
             if twice := [path for (path, _), count in parts.items() if count > 1]:
                 self.faults.append(f"units/: {twice[0]} was converted twice")
-        repeated, stated = count_repeated(document_numbers(self.store, units)), self.record["documents"]["repeated"]
+        stated = self.record["documents"]["repeated"]
         if repeated != stated:
             counted = f"{repeated:,} documents have the id of an earlier one"
             self.faults.append(f"documents/: {counted}, but the record says {stated:,}")
@@ -198,6 +204,8 @@ def _check_shard(
         fault = _read_shard(open_store(folder), row_format, entry, is_unpacked, counts)
     except FileNotFoundError:
         fault = "is missing"
+    except OSError as error:
+        fault = f"can't be read ({first_line(error)})"
     except Exception as error:  # a damaged file can make the decoder raise anything
         fault = f"can't be decoded ({first_line(error)})"
     return (f"{shard_file(entry)['basename']}: {fault}", Counter()) if fault else (None, counts)

@@ -121,7 +121,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
-            commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
+            commit = hub_commit(config.path, config.revision)
             options: dict[str, Any] = {"name": config.name, "revision": commit}
             if files is not None:
                 split, options["data_files"] = _ONLY_SPLIT, {_ONLY_SPLIT: files}
