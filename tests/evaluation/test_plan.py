@@ -33,6 +33,11 @@ def test_a_task_that_would_not_be_scored_is_refused(tmp_path: Path) -> None:
     assert not plan_of("quick", *changes, "documents=[full,judged]").problems
 
 
+def test_a_task_without_texts_is_refused(tmp_path: Path) -> None:
+    [problem] = plan_of("quick", "benchmarks=[]", "tasks=[CIFAR10]", f"model.path={tmp_path}").problems
+    assert problem.startswith("tasks: CIFAR10 has no texts (image")
+
+
 def test_what_is_missing() -> None:
     assert plan_of("own", "sets=[runs/nothing]").missing == [
         "model.path runs/encoder: there is no such folder",

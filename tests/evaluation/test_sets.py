@@ -15,6 +15,7 @@ import pytest
 
 from biphasic.errors import UserError
 from biphasic.evaluation.sets import LocalRetrieval, judged_only, read_set, retrieval_task
+from biphasic.evaluation.tasks import _load
 from helpers.toy_sets import make_sets
 
 Rows = list[dict[str, Any]]
@@ -352,6 +353,25 @@ def test_judged_documents_of_all_splits() -> None:
         assert (content["queries"], content["qrels"]) == (before[split]["queries"], before[split]["qrels"])
     assert {split: split_of(task, split) for split in ("dev", "test")} == before
     assert task.metadata.name == "Made"
+
+
+def test_a_task_of_mteb_s_first_form_is_converted() -> None:
+    """Its texts are attributes until mteb converts them, which it does only when it scores."""
+    made = task_of({"test": {"q1": {"d1": 1}, "q2": {"d2": 1}}})
+
+    class OfTheFirstForm(type(made)):
+        def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
+            self.corpus = {"test": {f"d{at}": {"text": f"text {at}"} for at in range(8)}}
+            self.queries = {"test": {"q1": "one", "q2": "two"}}
+            self.relevant_docs = {"test": {"q1": {"d1": 1}, "q2": {"d2": 1}}}
+            self.data_loaded = True
+
+    task = copy.copy(made)
+    task.__class__ = OfTheFirstForm
+    task.dataset = None
+    judged = judged_only(_load(task))
+    judged.load_data()
+    assert list(split_of(judged, "test")["documents"]) == ["d1", "d2"]
 
 
 def test_judged_documents_of_each_subset() -> None:

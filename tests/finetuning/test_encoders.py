@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
@@ -42,7 +43,14 @@ from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder, load_text_tokenizer
+from biphasic.model.encoder import (
+    Encoder,
+    TextTokenizer,
+    length_batches,
+    load_embedder,
+    load_encoder,
+    load_text_tokenizer,
+)
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
@@ -377,6 +385,27 @@ def test_a_causal_model_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="is causal"):
         load_encoder(str(folder), trust_remote_code=True)
+
+
+def test_a_decoder_s_own_embeddings_are_refused(tmp_path: Path) -> None:
+    """They are those of causal attention. To fine-tune it as an encoder is another thing."""
+    folder = qwen3(tmp_path / "qwen3")
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
+               for at, (path, kind) in enumerate(kinds)]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    assert load_encoder(str(folder)).pooling.mode == "lasttoken"
+    with pytest.raises(UserError, match=r"qwen3: embeds texts with causal attention, which isn't supported"):
+        load_embedder(str(folder))
+
+
+def test_a_family_without_a_maximum_length_is_refused(tmp_path: Path) -> None:
+    BloomConfig(vocab_size=65, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"bloom isn't supported: it has no max_position_embeddings"):
+        load_text_tokenizer(str(tmp_path))
 
 
 def test_a_damaged_model_is_refused(tmp_path: Path) -> None:

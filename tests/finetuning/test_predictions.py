@@ -92,7 +92,9 @@ def flat(rows: list[dict[str, Any]]) -> list[float]:
     return [float("nan") if score is None else score for of_row in scores for score in of_row]
 
 
-def test_a_set_s_own_file_is_read(finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_s_own_file_is_read(
+    finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Sentences of a column file, and questions in SQuAD's form."""
     name, folder = finetuned
     monkeypatch.chdir(tmp_path)
@@ -101,6 +103,9 @@ def test_a_set_s_own_file_is_read(finetuned: tuple[str, Path], tmp_path: Path, m
         assert main(["predict", str(folder / "model"), "new.conll"]) == 0
         rows = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
         assert [len(row["predicted"]) for row in rows] == [2, 1]
+        Path("text.jsonl").write_text('{"tokens": "w1 w25"}\n')
+        assert main(["predict", str(folder / "model"), "text.jsonl"]) == 2
+        assert "row 0: tokens is not a list of words: 'w1 w25'" in capsys.readouterr().err
     elif name == "squad":
         question = {"id": "a", "question": "w1 w2", "answers": []}
         content = {"data": [{"paragraphs": [{"context": "w5 w6 w7", "qas": [question]}]}]}
@@ -120,11 +125,13 @@ def test_mistakes_are_named(
     monkeypatch.chdir(tmp_path)
     Path("other.jsonl").write_text('{"sentence": "w1"}\n')
     Path("null.jsonl").write_text('{"text": "w1"}\n{"text": null}\n')
+    Path("number.jsonl").write_text('{"text": 5}\n')
     model = str(folder / "model")
     for arguments, message in (
         ([model, "other.jsonl"], "has no column 'text' (it has: sentence)"),
         ([model, "none.jsonl"], "none.jsonl: there is no such file"),
         ([model, "null.jsonl"], "null.jsonl: row 1 has no text"),
+        ([model, "number.jsonl"], "number.jsonl: row 0: text is not text: 5"),
         ([model, "null.jsonl", "--out", "x.csv"], "expected a name that ends with .jsonl or .parquet"),
         ([model, "null.jsonl", "--prompt", "query"], "--prompt: is for embeddings"),
         (["nowhere/model", "null.jsonl"], "nowhere/model"),

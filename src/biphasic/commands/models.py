@@ -166,6 +166,7 @@ def _further_steps(args: Namespace, folder: Path) -> None:
         help="the file to write: .jsonl or .parquet; embeddings: .parquet (default: from FILE's name)",
     ),
     argument("--prompt", metavar="NAME", help="embed with this prompt of the model, such as query; none: without"),
+    argument("--trust-remote-code", action="store_true", help="run the Python code in MODEL, after reading it"),
 )
 def predict(options: Namespace) -> int:
     """Predict new text with a fine-tuned model, or embed it.
@@ -187,30 +188,31 @@ def predict(options: Namespace) -> int:
         raise UserError("--prompt: is for embeddings; the text of a task has its own template")
     table = open_texts(options.file, kind)
     print(f"{len(table):,} rows of {options.file}: {what}{'' if embeds else f' ({kind})'} to {out}", flush=True)
-    groups = _embed(options.model, table, options.prompt) if embeds else _predict(options.model, record, table)
+    model, trusts = options.model, options.trust_remote_code
+    groups = _embed(model, table, options.prompt, trusts) if embeds else _predict(model, record, table, trusts)
     rows = _write(out, groups)
     print(f"{out}: {rows:,} rows")
     return 0
 
 
-def _predict(model: str, record: Any, table: Table) -> Iterator[dict[str, Any]]:
+def _predict(model: str, record: Any, table: Table, trusts: bool) -> Iterator[dict[str, Any]]:
     from biphasic.finetuning.finetuned_model import load_finetuned, portions, predict
 
-    trained, task = load_finetuned(model, record)
+    trained, task = load_finetuned(model, record, trusts)
     for ids, columns in portions(table):
         yield predict(trained, task, ids, columns)
 
 
-def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, Any]]:
+def _embed(path: str, table: Table, prompt: str | None, trusts: bool) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     from tqdm import tqdm
 
     from biphasic.evaluation.embedder import EncoderEmbedder
     from biphasic.finetuning.finetuned_model import portions
     from biphasic.finetuning.retrieval import titled_texts
-    from biphasic.model.encoder import load_encoder
+    from biphasic.model.encoder import load_embedder
 
-    encoder = load_encoder(path)
+    encoder = load_embedder(path, trusts)
     prompts = {name: text for name, text in encoder.text_tokenizer.settings.prompts.items() if text}
     if (prompts and prompt is None) or prompt not in (None, "none", *prompts):
         given = "" if prompt is None else f"; got {prompt}"

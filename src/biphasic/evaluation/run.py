@@ -29,7 +29,7 @@ from biphasic.evaluation.sets import judged_only
 from biphasic.evaluation.tasks import PlannedTask, plan_tasks
 from biphasic.model.backbone import model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.model.encoder import load_encoder
+from biphasic.model.encoder import load_embedder
 from biphasic.model.pooling import Pooling
 from biphasic.storage import is_remote, json_bytes, open_store
 
@@ -133,7 +133,7 @@ def _record(
 def _model(config: EvaluateConfig) -> ScoredSystem:
     model = config.model
     path = local_model(model.path, Path(config.cache))
-    encoder = load_encoder(path, model.trust_remote_code, model.revision)
+    encoder = load_embedder(path, model.trust_remote_code, model.revision)
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
             raise UserError(

@@ -58,6 +58,8 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
             raise UserError(f"{key}.{unknown[0]}: is not one of the tasks ({', '.join(names)})")
     if taken := [name for name in sets if name in tasks]:
         raise UserError(f"sets: {taken[0]} is the name of one of mteb's tasks: rename the folder")
+    if unreadable := [name for name, task in tasks.items() if "text" not in task.modalities]:
+        raise UserError(f"tasks: {unreadable[0]} has no texts ({', '.join(tasks[unreadable[0]].modalities)})")
     others = [name for name, task in tasks.items() if not isinstance(task, AbsTaskRetrieval)]
     if others and "full" not in config.documents:
         message = (
@@ -135,6 +137,8 @@ def _load(task: Any) -> Any:
     with user_errors(problem, ValueError, KeyError, TypeError, RuntimeError):
         for part in _parts(task):
             part.load_data()
+            if isinstance(part, AbsTaskRetrieval):  # mteb does the same later, but `judged_only` needs it
+                part.convert_v1_dataset_format_to_v2(num_proc=None)
     return task
 
 

@@ -84,6 +84,7 @@ def finetuned_card(
     family: str,
     has_code: bool,
     has_head_class: bool,
+    has_own_code: bool = False,
     marks_continuations: bool = False,
     lowercase: bool = False,
 ) -> str:
@@ -94,6 +95,7 @@ def finetuned_card(
     Args:
         max_length: number of tokens to which inputs are truncated.
         has_head_class: whether transformers has a class with the head.
+        has_own_code: whether the code is the model's own, not that of an export.
         marks_continuations: whether the tokenizer marks tokens within a word (WordPiece), so that a pipeline takes all
             others for words.
         lowercase: whether texts are lowercased before they are tokenized.
@@ -101,7 +103,8 @@ def finetuned_card(
     metadata = {"pipeline_tag": _PIPELINES[task.kind]}
     if task.kind == "retrieval" or not has_head_class:
         metadata["library_name"] = "sentence-transformers" if task.kind == "retrieval" else "biphasic"
-    values: dict[str, Any] = {"has_head_class": has_head_class, "marks_continuations": marks_continuations}
+    values: dict[str, Any] = {"has_head_class": has_head_class, "has_own_code": has_own_code}
+    values["marks_continuations"] = marks_continuations
     if task.kind == "retrieval":
         roles = {role: f"before a {role}" for role in ("query", "document")}
         shown = {name: f"`{json.dumps(text)}` {roles.get(name, f'as `{name}`')}" for name, text in task.prompts.items()}

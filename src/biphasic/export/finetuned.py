@@ -72,7 +72,8 @@ def export_finetuned(
 
     Args:
         label_names: a classifier's label names, in the order of the label ids.
-        card: returns the text of README.md for the `family`, `has_code` and `has_head_class` of `finetuned_card`.
+        card: returns the text of README.md for `family`, `has_code`, `has_own_code` and `has_head_class`, which are as in
+            `finetuned_card`.
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
 
@@ -85,8 +86,8 @@ def export_finetuned(
     if encoder.is_own_family:
         require_free(out, True)
         network, config = _own_network(encoder, head, label_names), backbone.config
-        has_code = bool(getattr(config, "auto_map", None))
-        text = card(family=config.model_type, has_code=has_code, has_head_class=network is not None)
+        own = bool(getattr(config, "auto_map", None))
+        text = card(family=config.model_type, has_code=own, has_own_code=own, has_head_class=network is not None)
         _set_labels(config, label_names)
 
         def fill(folder: Path) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from biphasic.downstream.array_cache import Ragged
 from biphasic.evaluation.squad import squad_scores
-from biphasic.finetuning.classification import most_likely
+from biphasic.finetuning.classification import TokenClassification
 from biphasic.finetuning.question_answering import correct_answers, first_answer
-from biphasic.finetuning.task import Columns, Examples, PredictionTask, TaskBatch
+from biphasic.finetuning.task import Columns, Examples
 from biphasic.model.heads import TokenHead
-from biphasic.model.segments import Segments
 
 
-class AnswerTokens(PredictionTask):
+class AnswerTokens(TokenClassification):
     """Trains with cross-entropy at every token, also the question's; scores the overlap of token positions.
 
     The target is the first answer alone. Contexts are truncated, and a question whose answer isn't in the rest has none.
@@ -55,20 +52,6 @@ class AnswerTokens(PredictionTask):
             examples["labels"].append(labels)
             examples["offsets"].append(characters.reshape(-1))
         return {name: Ragged.of(rows, np.int64 if name == "labels" else np.int32) for name, rows in examples.items()}
-
-    def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
-        """Return the number of tokens."""
-        return int(examples["texts"].lengths[list(indices)].sum())
-
-    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed cross-entropy of the tokens' labels."""
-        return F.cross_entropy(head(hidden).float(), batch["labels"], reduction="sum")
-
-    def predict(
-        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
-    ) -> list[Any]:
-        """Return the most likely label of each token of each text, and its probability."""
-        return most_likely(head(hidden), segments)
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
         """Return the text of the longest run of tokens inside (the first of equals), and `inside`, all their positions.

@@ -132,8 +132,11 @@ class TokenClassification(PredictionTask):
     inputs = ["tokens"]
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a head with an output for each label."""
-        return TokenHead(width, len(self.data.label_names))
+        """Return a head with an output for each label. Raises a UserError if they are not BIO labels."""
+        names = self.data.label_names
+        if "O" not in names:
+            raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
+        return TokenHead(width, len(names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
         """Return the texts, and for each token its label and the index of the word that it labels, or -1 (`words`)."""
@@ -169,8 +172,6 @@ class TokenClassification(PredictionTask):
         `score` has the probability of the first token with that label, or null for a word without a token.
         """
         names = self.data.label_names
-        if "O" not in names:
-            raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
         predicted, scores = [], []
         for row, (labels, probabilities) in enumerate(predictions):
             votes = [dict[int, list[float]]() for _ in columns["tokens"][row]]

@@ -56,23 +56,34 @@ def open_texts(file: str, kind: str) -> Table:
 
 
 def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
-    """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers."""
+    """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers.
+
+    Raises a UserError if a value is missing or of another type than the task reads.
+    """
     for first in range(0, len(table), _ROWS_AT_ONCE):
         columns = table.rows[first : first + _ROWS_AT_ONCE]
         for name in table.columns:
-            if None in columns[name]:
-                raise UserError(f"{table.source}: row {first + columns[name].index(None)} has no {name}")
+            expected, text = (list, "a list of words") if name == "tokens" else (str, "text")
+            for row, value in enumerate(columns[name], first):
+                if value is None:
+                    raise UserError(f"{table.source}: row {row} has no {name}")
+                if not isinstance(value, expected):
+                    raise UserError(f"{table.source}: row {row}: {name} is not {text}: {value!r:.60}")
         numbers = range(first, first + len(columns[table.columns[0]]))
         yield [str(name) for name in columns.get("id") or columns.get("_id") or numbers], columns
 
 
-def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, PredictionTask]:
+def load_finetuned(
+    folder: str, record: dict[str, Any], trust_remote_code: bool = False
+) -> tuple[TrainedModel, PredictionTask]:
     """Load a fine-tuned encoder and its head, on the GPU if there is one, and its task, which can't be retrieval.
+
+    `trust_remote_code` allows the model to run its own Python files.
 
     Raises:
         UserError: the model can't be loaded.
     """
-    encoder = load_encoder(folder)
+    encoder = load_encoder(folder, trust_remote_code)
     settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
     config: Any = TypeAdapter(TaskConfig).validate_python(settings)
     task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.family})

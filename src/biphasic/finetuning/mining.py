@@ -29,7 +29,7 @@ from biphasic.evaluation.search import ExactTopK
 from biphasic.finetuning.retrieval import titled_texts
 from biphasic.grouping import groups_up_to
 from biphasic.model.backbone import model_fingerprint
-from biphasic.model.encoder import load_encoder
+from biphasic.model.encoder import load_embedder
 from biphasic.storage import is_remote, json_bytes, open_store
 
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14
@@ -95,7 +95,7 @@ def mine(
 def _load(path: str, cache: Path) -> EncoderEmbedder:
     """Load an encoder on this rank's device; the revision is a hash of everything that decides its embeddings."""
     local = local_model(path, cache)
-    encoder = load_encoder(local)
+    encoder = load_embedder(local)
     rank_device().module_to_device(encoder.backbone)
     embedder = EncoderEmbedder(encoder, path, "", supports_bf16())
     embedder.revision = embedder.digest(model_fingerprint(local, None))[:16]

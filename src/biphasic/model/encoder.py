@@ -110,12 +110,14 @@ class Encoder:
     Attributes:
         is_own_family: whether the network belongs to an encoder family (BERT) or has its own code, so that exports keep
             its format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
+        is_converted: whether it is a decoder that was made bidirectional here.
         pooling: pooling of hidden states. Default: the one in the model's files, or the mean.
     """
 
     backbone: nn.Module
     text_tokenizer: TextTokenizer
     is_own_family: bool = False
+    is_converted: bool = False
 
     def __post_init__(self) -> None:
         self.pooling: Pooling = self.text_tokenizer.settings.pooling or Pooling()
@@ -201,7 +203,9 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     config = load_hf_config(path, revision, trust_remote_code)
-    positions: int = config.max_position_embeddings
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        raise UserError(f"model {path}: {config.model_type} isn't supported: it has no max_position_embeddings")
     tokenizer = load_tokenizer(path, revision)
     settings = read_sentence_settings(path, revision)
     # The configuration may include reserved positions (RoBERTa); the tokenizer's limit, if there is one, doesn't.
@@ -234,7 +238,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
-    is_own_family = False
+    is_own_family = is_converted = False
     content = config_content(path, revision)
     if is_decoder_export(content) or is_papers(content) or (config.model_type == "eurobert" and not own_code):
         options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
@@ -247,6 +251,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         is_own_family = True
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
+        is_converted = True
     # A pooler is removed, because it gets no gradients here, and DDP would wait for them.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
         backbone.pooler = None  # pyright: ignore[reportArgumentType]
@@ -261,4 +266,15 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         raise UserError(
             f"model {path}: its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}: they don't belong together"
         )
-    return Encoder(backbone, text_tokenizer, is_own_family=is_own_family)
+    return Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
+
+
+def load_embedder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
+    """Load an encoder for its embeddings. Arguments and errors are as in `load_encoder`.
+
+    Also raises a UserError if it is a decoder that was trained to embed texts with causal attention.
+    """
+    encoder = load_encoder(path, trust_remote_code, revision)
+    if encoder.is_converted and encoder.text_tokenizer.settings.pooling is not None:
+        raise UserError(f"model {path}: embeds texts with causal attention, which isn't supported: expected an encoder")
+    return encoder
