@@ -103,6 +103,8 @@ READ_ONLY = {
     "recipes/mini/followup.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
     "recipes/mini/public/README.md": "files that are not ours; tests/recipes/test_protocol.py prepares rows in their form",
     "recipes/mini/protocol/results.md": "has none",
+    "recipes/mini/ratios/results.md": "has none",
+    "recipes/mini/longer/results.md": "has none",
     "recipes/mini/results/results.md": "is made by the command that it names",
     "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "recipes/three_phases/README.md": "minutes; tests/recipes/test_three_phases.py runs the study, small",
