@@ -8,8 +8,9 @@
 #
 # BUCKET is where the data is and checkpoints go (yamls/base/paper.yaml); without it, they are in data/ and runs/. `-e NAME`
 # takes a variable from your shell, and leaves it unset if it isn't set there. `--user` makes the files in runs/ yours; the
-# image's own user has another id than you. `docker stop` lets the run save, for 300 s. --ipc and --ulimit: NCCL needs shared
-# and locked memory (docs.nvidia.com/deeplearning/nccl, Troubleshooting).
+# image's own user has another id than you (rootless Podman: also --userns=keep-id; rootless Docker: --user 0). `docker stop`
+# lets the run save, for 300 s. --ipc and --ulimit: NCCL needs shared and locked memory (docs.nvidia.com/deeplearning/nccl,
+# Troubleshooting).
 #
 # Several machines with InfiniBand: also --network=host --device=/dev/infiniband -e NODE_RANK -e NNODES -e MASTER_ADDR. With
 # NCCL_DEBUG=INFO, NCCL prints NET/IB where it uses InfiniBand and NET/Socket where it uses TCP. AWS's EFA needs AWS's
@@ -22,10 +23,11 @@ ARG UBUNTU=24.04
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu${UBUNTU}
 ARG TORCH_BACKEND=
 ENV DEBIAN_FRONTEND=noninteractive PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
-# gcc and the headers: Triton compiles its launchers when they are first used, and on arm64 two packages have no wheels.
+# g++ (and gcc) and the headers: Triton compiles its launchers when they are first used, and on arm64 two packages have no
+# wheels.
 # libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand, and uses TCP without them (rdma-core's services belong to
 # the host). procps: pkill, for node.sh.
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc libc6-dev \
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv g++ libc6-dev \
     libibverbs1 ibverbs-providers procps \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home biphasic && chmod 1777 /home/biphasic && python3 -m venv /opt/venv
@@ -44,7 +46,7 @@ RUN pip install --no-cache-dir "$(grep '^uv==' requirements.lock)" \
     fi
 COPY --chown=biphasic:biphasic . .
 RUN uv pip install --no-cache --python /opt/venv/bin/python --no-deps --no-build-isolation --editable . \
-    && mkdir -p runs data && chown -R biphasic:biphasic /app
+    && mkdir -p runs data && chown -R biphasic:biphasic /app && chmod -R a+rX /app && chmod 1777 runs data
 # For any `--user`: one that the image doesn't know has no name and no home, which caches of torch, Triton and the hub need.
 ENV HOME=/home/biphasic USER=biphasic LOGNAME=biphasic
 USER biphasic

@@ -15,8 +15,8 @@ if [[ ${1:-} =~ ^[0-9]+$ ]]; then
     shift
 fi
 name=$(basename "$decoder")
-run=$name-mlm40-$((steps / 1000))k
-data=${BUCKET:-data}/fineweb-edu-$name
+run=$name-mlm40-$steps
+data=${BUCKET:-data}/fineweb-edu-$name-$steps
 
 biphasic convert recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" \
     max_tokens=$((steps * 2359296))

@@ -29,6 +29,10 @@ gpus() {
         count=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
     fi
     if [[ -z $count ]]; then count=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
+    # GPUs of AMD, and containers without nvidia-smi.
+    if ((count == 0)) && [[ -e /dev/kfd || -e /dev/nvidiactl || -e /dev/dxg ]]; then
+        count=$(python -c 'import torch; print(torch.cuda.device_count())' || echo 0)
+    fi
     # Without a GPU one process runs on the CPU.
     ((count > 0)) || count=1
     echo "$count"

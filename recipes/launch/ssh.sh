@@ -27,9 +27,12 @@ exec 9<>"$work/hold"
 
 exec 8<"$work/hold"
 
-# On one line, for login shells that are not bash. The watcher waits for the end of the input.
+# On one line, for login shells that are not bash. The watcher waits for the end of the input. `tee -p` goes on reading when
+# the connection and so the output is gone: otherwise the first message would end the run before it saves.
 # shellcheck disable=SC2016
-there='cd "$1" && shift && exec 3<&0 || exit 2; recipes/launch/node.sh "$@" </dev/null 3<&- & node=$!; '
+there='cd "$1" && shift && exec 3<&0 || exit 2; recipes/launch/node.sh "$@" </dev/null 3<&- '
+# shellcheck disable=SC2016
+there+='> >(exec tee -p /dev/null 3<&-) 2> >(exec tee -p /dev/null 3<&- >&2) & node=$!; '
 # shellcheck disable=SC2016
 there+='{ while read -r _ <&3; do :; done; kill -TERM $node; } >/dev/null 2>&1 & watch=$!; '
 # shellcheck disable=SC2016

@@ -124,7 +124,7 @@ def test_overrides_with_spaces_stay_whole(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_image_has_what_nccl_and_node_sh_use() -> None:
     [packages] = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", DOCKERFILE)
-    assert {"libibverbs1", "ibverbs-providers", "procps", "gcc", "libc6-dev", "python3-dev"} <= set(packages.split())
+    assert {"libibverbs1", "ibverbs-providers", "procps", "g++", "libc6-dev", "python3-dev"} <= set(packages.split())
 
 
 def wheel(folder: Path, name: str, version: str, *requirements: str) -> None:

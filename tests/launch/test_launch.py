@@ -369,6 +369,18 @@ def test_ssh_forwards_a_signal(node: Node, checkout: Path) -> None:
         assert node.lines("rank got ") == ["SIGUSR1"]
 
 
+def test_a_lost_connection_saves(node: Node, checkout: Path) -> None:
+    """Nobody reads the output any more, and sshd gives programs that would end by that."""
+    remote = REMOTE.replace("HUP", "HUP,PIPE")
+    node.program("ssh", SSH + remote.removeprefix("exec ") + " > >(head -n 1 >/dev/null) 2> >(head -n 1 >/dev/null)")
+    process = node.start("one", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout), STATUSES="wait")
+    node.log = log_of(node, "one")
+    node.wait_for("rank ")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 75
+    assert node.lines("rank got ") == ["SIGUSR1"]
+
+
 def test_ssh_ends_all_hosts_when_one_has_ended(node: Node, checkout: Path) -> None:
     node.program("ssh", SSH + "[[ $host == one ]] && { sleep 1; exit 255; }\n" + REMOTE)
     status = node.run("one", "two", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout), STATUSES="wait")

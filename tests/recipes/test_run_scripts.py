@@ -93,7 +93,7 @@ def decoder(tmp_path: Path) -> Path:
 def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp_path: Path) -> None:
     """A tiny decoder becomes an encoder, which takes the CLM detour."""
     run(environment, "recipes/continue_decoder/run.sh", str(decoder), "2000")
-    first = tmp_path / "repository" / "encoders" / "decoder-mlm40-2k"
+    first = tmp_path / "repository" / "encoders" / "decoder-mlm40-2000"
     words = AutoConfig.from_pretrained(decoder).vocab_size
     assert AutoConfig.from_pretrained(first).vocab_size == words + 1  # the mask token
 
@@ -102,7 +102,7 @@ def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp
     detour = ("run_name=detour", f"model.init_from={first}", data)
     script = "composer src/main.py recipes/clm_detour/pretrain.yaml"
     run(environment, script, *detour, **{"objective.phases": phases})
-    for name in ("decoder-mlm40-2k", "detour"):
+    for name in ("decoder-mlm40-2000", "detour"):
         assert len(losses(tmp_path / "repository" / "runs" / name)) == 3
 
 
