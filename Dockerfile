@@ -1,6 +1,6 @@
 # The GPU image: the same lock as everywhere, and FlashAttention 4. Nothing is compiled for attention.
 #
-#     docker build -t biphasic .
+#     docker build --build-arg COMMIT="$(git describe --always --abbrev=40 --dirty=+changes)" -t biphasic .
 #     mkdir -p runs data
 #     docker run --rm --init --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 --user "$(id -u):$(id -g)" \
 #         -v "$PWD/runs:/app/runs" -v "$PWD/data:/app/data" -e BUCKET -e AWS_ACCESS_KEY_ID -e AWS_SECRET_ACCESS_KEY \
@@ -47,6 +47,9 @@ RUN pip install --no-cache-dir "$(grep '^uv==' requirements.lock)" \
 COPY --chown=biphasic:biphasic . .
 RUN uv pip install --no-cache --python /opt/venv/bin/python --no-deps --no-build-isolation --editable . \
     && mkdir -p runs data && chown -R biphasic:biphasic /app && chmod -R a+rX /app && chmod 1777 runs data
+# Records of runs and model cards name it, since the image has no .git.
+ARG COMMIT=
+ENV BIPHASIC_COMMIT=$COMMIT
 # For any `--user`: one that the image doesn't know has no name and no home, which caches of torch, Triton and the hub need.
 ENV HOME=/home/biphasic USER=biphasic LOGNAME=biphasic
 USER biphasic

@@ -149,7 +149,7 @@ bench-mining: env
 
 # Up to 10 minutes on one GPU, tests/gpu included. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:
-	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
+	PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 
 # A real run through the switch on this machine's GPUs, killed once and resumed. Needs Composer.
 bench-gpu-run:

@@ -143,8 +143,6 @@ class Report:
 def _layers(variant: dict[str, Any]) -> str:
     """What a variant changes about the layers and the loss."""
     words = ["compiled" if variant["compile"] else "eager"]
-    if variant["cuda_graphs"]:
-        words.append("CUDA graphs")
     if variant["loss_chunks"] != 1:
         words.append(f"chunks of the loss {variant['loss_chunks']:g}")
     return ", ".join(words)

@@ -27,8 +27,10 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_commit_and_changes(checkout: Path) -> None:
+def test_commit_and_changes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance._commit() is None
+    monkeypatch.setenv("BIPHASIC_COMMIT", "of the image")
+    assert provenance._commit() == "of the image"
     git(checkout, "init", "-q")
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import re
 import socket
@@ -26,13 +27,16 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the sources, with `+changes` if tracked files differ; None outside a git checkout."""
+    """Return the commit of the sources, with `+changes` if tracked files differ.
+
+    Outside a git checkout it is BIPHASIC_COMMIT, which an image may be built with, or None.
+    """
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"]
     with suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
             return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
-    return None
+    return os.environ.get("BIPHASIC_COMMIT") or None
 
 
 def _cpu_name() -> str:

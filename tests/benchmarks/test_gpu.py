@@ -53,8 +53,8 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     ways = [(one["phase"], one["ways"]["packing"], one["ways"]["attention"]) for one in results["measured"]]
     assert ways == [
         ("clm", "documents", "auto"), ("mlm", "documents", "auto"), ("clm", "whole", "auto"), ("clm", "padded", "auto"),
-        ("clm", "documents", "auto"), ("clm", "documents", "auto"), ("clm", "documents", "sdpa"),
-        ("clm", "documents", "auto"), ("clm", "documents", "auto"),
+        ("clm", "documents", "auto"), ("clm", "documents", "sdpa"), ("clm", "documents", "auto"),
+        ("clm", "documents", "auto"),
     ]  # fmt: skip
     for one in results["measured"]:
         first, last = one["loss_first_and_last"]
@@ -63,8 +63,7 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     assert set(results["profiles"]) == {"210m clm", "210m mlm"}
     text = (tmp_path / "gpu-some-gpu-9000.md").read_text()
     assert "| 210m | mlm | compiled | sdpa | documents | 4 |" in text
-    assert text.count("\n| 210m ") == 9
-    assert "| 210m | clm | compiled, CUDA graphs | sdpa |" in text
+    assert text.count("\n| 210m ") == 8
     assert "| 210m | clm | compiled, chunks of the loss 0.25 | sdpa |" in text
 
 

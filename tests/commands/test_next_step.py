@@ -102,7 +102,9 @@ def test_runs_name_what_follows() -> None:
     retrieval = load("yamls/finetune/own_retrieval.yaml")
     evaluation = load_line(after_run(retrieval))
     assert (evaluation.model.path, evaluation.sets) == ("runs/own-retrieval/model", ["data/tasks/mine"])
-    assert "runs/sst2/model/README.md" in after_run(load("yamls/finetune/sst2.yaml"))
+    line = after_run(load("yamls/finetune/sst2.yaml"))
+    assert "runs/sst2/model/README.md" in line
+    assert load_line(line.partition("seeds: ")[2]).models["encoder"].path == "runs/encoder"
     assert "runs/evaluate/quick/scores.md" in after_run(load("yamls/evaluate/quick.yaml"))
     assert "biphasic report runs/sweep" in after_run(load("yamls/sweep/paper.yaml"))
 

@@ -178,6 +178,26 @@ def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatc
     assert plan(config, 16).details["memory_per_rank"] == unsharded // 8
 
 
+def test_machines_on_which_a_run_cannot_start() -> None:
+    for nodes, key, allowed in (
+        (24, "", False),
+        (16, "", True),
+        (128, "", True),
+        (24, "data.num_canonical_nodes=48", True),
+    ):
+        config = load(ROOT / "yamls" / "1b_biphasic.yaml", ["global_batch_size=3072", *filter(None, [key])], 8 * nodes)
+        assert isinstance(config, PretrainConfig)
+        warnings = [line for line in plan(config, 8 * nodes).warnings if "num_canonical_nodes" in line]
+        assert (not warnings) == allowed, warnings
+    assert (
+        "a run on 24 machines of 8 ranks can't start with 64, only resume"
+        in plan(
+            load(ROOT / "yamls" / "1b_biphasic.yaml", [], 192),
+            192,  # pyright: ignore[reportArgumentType]
+        ).warnings[0]
+    )
+
+
 def test_the_line_of_memory_says_what_it_counts() -> None:
     config = load(ROOT / "yamls" / "1b_biphasic.yaml", ["parallelism.strategy=fsdp"], 8)
     assert isinstance(config, PretrainConfig)

@@ -165,11 +165,10 @@ def test_a_damaged_source_is_read_up_to_its_damage(folder: Path) -> None:
     config = {**yaml.safe_load((folder / "convert.yaml").read_text()), "on_bad_file": "skip"}
     config["source"]["paths"] = [str(folder / "text.jsonl.gz")]
     (folder / "convert.yaml").write_text(yaml.safe_dump(config))
-    report = find_overlap(str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
-    assert report["sets"][-1]["shared"] > 0
-    (folder / "convert.yaml").write_text(yaml.safe_dump({**config, "on_bad_file": "stop"}))
+    given = str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache")
+    assert find_overlap(*given)["sets"][-1]["shared"] > 0
     with pytest.raises(UserError, match=r"text\.jsonl\.gz: is damaged after line \d\d+ "):
-        find_overlap(str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
+        find_overlap(*given, ["on_bad_file=stop"])
 
 
 def test_words() -> None:

@@ -91,6 +91,21 @@ def test_windows(backend: str, causal: bool) -> None:
     close(results, attend("mask", CUTS[0], causal, torch.float32, window=100))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_with_few_tokens_and_grouped_queries(dtype: torch.dtype) -> None:
+    """A single short text: fewer than 128 tokens, and two query heads for each of two of keys."""
+    generator, results = torch.Generator(DEVICE).manual_seed(0), []
+    query, key, value = (torch.randn((1, heads, 100, 64), generator=generator, device=DEVICE) for heads in (4, 2, 2))
+    for backend, kind in (("flex", dtype), ("sdpa", torch.float32)):
+        segments = Segments.of((60, 40), DEVICE, 100, 2)
+        config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=0)
+        backbone = SimpleNamespace(config=config, training=False, attention_backend=backend, modules=list)
+        arguments = attention.attention_arguments(backbone, segments, "cuda", kind, False)
+        given = (x.to(kind) for x in (query, key, value))
+        results.append(attention.attention(torch.nn.Identity(), *given, **arguments)[0].float())
+    close(results[:1], results[1:])
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_loss_equals_that_with_full_logits(compiled: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)

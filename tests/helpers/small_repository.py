@@ -47,6 +47,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tasks": {name: None for name in TASKS} | {"sst2": "yamls/finetune/sst2.yaml"},
         "learning_rates": [1e-3], "seeds": [0],
     },
+    "yamls/sweep/own.yaml": {
+        "tasks": {"conll2003": None, "squad": None, "msmarco": None},
+        "learning_rates": [1e-3], "seeds": [0], "rate_seeds": None,
+    },
     "yamls/quickstart.yaml": {
         "max_duration": "4ba", "objective": {"phases": [{"name": "clm", "until": "2ba"}, {"name": "mlm"}]},
         "schedule": {"warmup": "1ba", "decay": "1ba"}, "evaluation": {"interval": "4ba", "batches": 1, "batch_size": 1},

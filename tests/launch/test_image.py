@@ -80,10 +80,11 @@ def test_the_printed_command(tmp_path: Path) -> None:
     """It starts node.sh as the caller, with writable folders for all that the YAML writes, and the caller's BUCKET."""
     text = (ROOT / "Dockerfile").read_text().partition("\n#\n# BUCKET")[0]
     lines = [line[1:] for line in text.splitlines() if line.startswith("#     ")]
-    script = "\n".join(["docker() { printf '%s\\0' \"$@\" >>calls; printf '\\n' >>calls; }", *lines])
+    replaced = ["docker() { printf '%s\\0' \"$@\" >>calls; printf '\\n' >>calls; }", "git() { echo abc; }"]
+    script = "\n".join([*replaced, *lines])
     subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
     build, run, _ = (tmp_path / "calls").read_bytes().decode().split("\n")
-    assert build.split("\0")[:-1] == ["build", "-t", "biphasic", "."]
+    assert build.split("\0")[:-1] == ["build", "--build-arg", "COMMIT=abc", "-t", "biphasic", "."]
     options, _, command = run.removesuffix("\0").partition("\0biphasic\0")
     words = options.split("\0")
     mounts = dict(words[index + 1].split(":") for index, word in enumerate(words) if word == "-v")

@@ -231,6 +231,7 @@ def tasks(options: Namespace) -> int:
 @command(
     "report what evaluation sets share with training text",
     argument("data", metavar="DATA", help="a conversion's folder or bucket prefix; or its YAML, for the sources"),
+    argument("overrides", nargs="*", metavar="key=value", help="overrides of the YAML"),
     argument("--tasks", nargs="+", required=True, metavar="FOLDER", help="sets of `biphasic tasks`"),
     argument("--words", type=positive, default=13, metavar="N", help="length of a shared n-gram (default: 13)"),
     argument("--examples", type=count, default=3, metavar="N", help="examples to print of each split (default: 3)"),
@@ -246,7 +247,7 @@ def overlap(options: Namespace) -> int:
     """
     from biphasic.downstream.overlap import describe, find_overlap
 
-    report = find_overlap(options.data, options.tasks, options.words, options.cache)
+    report = find_overlap(options.data, options.tasks, options.words, options.cache, options.overrides)
     print(describe(report, options.examples))
     print(f"\nread {report['read']:,} words")
     if options.out is not None:

@@ -55,7 +55,8 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
 
 def after_mining(model: str, out: str, count: int) -> str:
     """Return the fine-tuning command for a set with mined negatives."""
-    words = [f"model.path={model}", f"task.data={out}", f"task.hard_negatives={count}"]
+    words = [f"run_name={basename(out.rstrip('/'))}", f"model.path={model}", f"task.data={out}"]
+    words.append(f"task.hard_negatives={count}")
     return _next("composer", "src/main.py", f"{_FINETUNE}/own_retrieval.yaml", *words)
 
 
@@ -79,7 +80,10 @@ def after_run(config: Config) -> str:
         step = f"scores: {config.run_folder}/record.json"
         if config.save_model:
             step = f"biphasic predict {model} FILE.jsonl; {model}/README.md says how to load it"
-        return f"next: {step}; other learning rates and seeds: python src/main.py yamls/sweep/paper.yaml --plan"
+        sweep = shlex.join(
+            ["python", "src/main.py", "yamls/sweep/own.yaml", f"models.encoder.path={config.model.path}"]
+        )
+        return f"next: {step}; other tasks, learning rates and seeds: {sweep} --plan"
     if config.job == "evaluate":
         table = f"next: the table is in {config.run_folder}/scores.md"
         if not Path(config.model.path).is_dir():

@@ -149,9 +149,15 @@ def plan(
     if architecture is not None and "ep" not in units:
         details["flops"] = flops = training_flops(config, architecture, 0, batches or 0)
         lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, RANKS_OF_A_MACHINE)))
+    nodes = max(ranks // on_node, 1)
+    for canonical in sorted({each.data.num_canonical_nodes or 1 for each in inputs}):
+        if (canonical % nodes and nodes % canonical) and not (start is not None and start.batch):
+            machines = f"{nodes} machines of {on_node} ranks"
+            message = f"data.num_canonical_nodes: a run on {machines} can't start with {canonical}, only resume"
+            run_plan.warnings.append(f"{message}: set a multiple or a divisor of {nodes}")
     if architecture is not None:
         degree = config.parallelism.shard_degree
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, RANKS_OF_A_MACHINE)))
         shards = shard_ranks(degree, ranks, on_node) if config.parallelism.strategy == "fsdp" else 1
         details["memory_per_rank"] = state = architecture.state_bytes(shards)
         text = f"{format_bytes(state)} weights, gradients and optimizer; --memory also estimates activations"

@@ -9,7 +9,7 @@ import pickle
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,16 +128,17 @@ class NgramIndex:
         return np.unique(numbers), runs
 
 
-def find_overlap(data: str, tasks: list[str], words: int, cache: str) -> dict[str, Any]:
+def find_overlap(data: str, tasks: list[str], words: int, cache: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Search training text for the n-grams of evaluation sets, with a process for each core, and return a report.
 
     `data` is the folder or bucket prefix of a conversion, whose training split is read, or its YAML, whose sources are
-    read; `tasks` are folders of `biphasic tasks`, read without their training data; `words` is the length of an n-gram.
+    read with its `overrides`; `tasks` are folders of `biphasic tasks`, read without their training data; `words` is the
+    length of an n-gram.
 
     Raises:
         UserError: a set or the training text can't be read, or no example has an n-gram.
     """
-    parts, numbers = _parts(data), dict[str, int]()
+    parts, numbers = _parts(data, overrides), dict[str, int]()
     splits = [split for task in tasks for split in _read_splits(TaskFolder(task, cache, None), numbers)]
     texts = [words_of(text) for text in numbers]
     index = NgramIndex(texts, words)
@@ -223,11 +224,13 @@ def _longest(runs: dict[int, Run], later: dict[int, Run]) -> dict[int, Run]:
     return runs
 
 
-def _parts(data: str) -> list[tuple[Any, ...]]:
+def _parts(data: str, overrides: Sequence[str]) -> list[tuple[Any, ...]]:
     """Return the arguments of `_documents` for each part of the training text."""
     if data.endswith((".yaml", ".yml")):
-        config = load_job(ConvertConfig, data)
+        config = load_job(ConvertConfig, data, list(overrides))
         return [(file, config) for file in source_files(config).files]
+    if overrides:
+        raise UserError(f"{overrides[0]}: expected a conversion's YAML, which it would change; got {data}")
     require_record(data)
     with user_errors(f"{data}/train/{INDEX}: can't be read", ValueError):
         shards = json.loads(open_store(data).read(f"train/{INDEX}"))["shards"]

@@ -290,7 +290,10 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
     # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
     call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else compiled_flex_attention()
     score_mod = None if options.softcap is None else _softcapped(options.softcap)
-    output = call(query, key, value, score_mod, mask, options.scale, query.shape[1] != key.shape[1])
+    # For fewer than 128 tokens PyTorch would choose a decoding kernel, which refuses some grouped queries (its PR 185349).
+    kernel: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+    grouped = query.shape[1] != key.shape[1]
+    output = call(query, key, value, score_mod, mask, options.scale, grouped, kernel_options=kernel)
     assert isinstance(output, Tensor)
     return output.transpose(1, 2)
 
