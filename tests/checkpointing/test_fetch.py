@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,11 @@ def test_a_run_resumes_from_a_bucket(store: MakeBucket, write_yaml: Write) -> No
     (folder / pending.path).unlink()
     assert resume_point(config) == pending
     assert (folder / pending.path).read_bytes() == b"run at batch 8"
+    # What an earlier start has downloaded to another node is no longer needed.
+    old = folder / "ba4-rank0.pt"
+    old.touch()
+    node: Any = SimpleNamespace(rank=8, once_per_machine=lambda action: action(), on_first_rank=lambda action: action())
+    assert find_resume_point(config, node) == pending and not old.exists()
     missing = f"{address.partition('://')[0]}://there-is-no-such-bucket/run"
     with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be used \(.+\)$"):
         resume_point(config_of(write_yaml(checkpoint__folder=missing)))

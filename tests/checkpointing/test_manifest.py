@@ -24,7 +24,8 @@ from biphasic.checkpointing.manifest import (
     read_manifest,
 )
 from biphasic.checkpointing.upload import Uploader
-from biphasic.storage import Store, file_hash, open_store
+from biphasic.config.durations import Duration
+from biphasic.storage import Store, StoredFile, file_hash, open_store
 from helpers.buckets import bucket_for, flip_a_bit
 
 
@@ -162,6 +163,17 @@ def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
             (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, "kept": True}).to_bytes())
     place = open_store(str(tmp_path))
     assert outdated_checkpoints(place, place.list(), 1, {}) == {1}
+
+
+def test_a_checkpoint_at_a_later_branch_point_is_kept(tmp_path: Path) -> None:
+    """Such as the start of a decay with which a run without one goes on."""
+    for batch in (1, 2, 3, 4):
+        manifest = write_checkpoint(tmp_path, batch)
+        last = {"rows": 0, "tokens": 0, "epochs": 0, "last_batch": [batch - 1, 0, 0, 0]}
+        (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, **last}).to_bytes())
+    place, kept = open_store(str(tmp_path)), dict[str, StoredFile]()
+    assert outdated_checkpoints(place, place.list(), 1, kept, [Duration(2, "ba")]) == {1, 3}
+    assert list(kept) == ["ba2.json"]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from biphasic.checkpointing.open_run import Run, open_run, read_crashes, remove_empty_files
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
+from biphasic.storage import UNFINISHED_PREFIX
 from conftest import Write
 from helpers.tiny import config_of
 
@@ -44,12 +45,34 @@ def test_a_run_is_known_by_its_first_attempt(write_yaml: Write) -> None:
         run.close("finished")
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_named(write_yaml: Write) -> None:
-    """PyTorch's error is no `Exception`, and its text is a traceback of each rank."""
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        (
+            RuntimeError("Missing key in checkpoint state_dict: a.b"),
+            UserError,
+            "Missing key in checkpoint state_dict: a.b",
+        ),
+        (OSError(5, "Input/output error"), Unavailable, "Input/output error"),
+        (None, UserError, "Error.s. in loading state_dict for PretrainModel: size mismatch for a.b"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_named(
+    fault: Exception | None, kind: type[UserError], message: str, write_yaml: Write
+) -> None:
+    """PyTorch's error for sharded ones is no `Exception`, and its text is a traceback of each rank."""
+    text = "Error(s) in loading state_dict for PretrainModel:\n\tsize mismatch for a.b"
+    error = RuntimeError(text) if fault is None else CheckpointException("load", {1: (fault, StackSummary())})
+    expected = pytest.raises(kind, match=rf"^checkpoint .*: can't be loaded \({message}\)$")
+    with expected as caught, open_run(config_of(write_yaml())):
+        raise error
+    assert type(caught.value) is kind
+
+
+def test_what_a_killed_save_left_is_removed(write_yaml: Write) -> None:
     config = config_of(write_yaml())
-    fault = RuntimeError("Missing key in checkpoint state_dict: rng.0.cuda.")
-    with (
-        pytest.raises(UserError, match=r"^checkpoint .*: can't be loaded \(Missing key in .*: rng\.0\.cuda\.\)$"),
-        open_run(config),
-    ):
-        raise CheckpointException("load", {1: (fault, StackSummary())})
+    left = config.local_checkpoints / f"{UNFINISHED_PREFIX}9-host-ba1873-rank0.pt"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    with open_run(config):
+        assert not left.exists()

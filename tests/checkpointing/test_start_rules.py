@@ -19,8 +19,10 @@ from biphasic.checkpointing.start_rules import (
     own_checkpoints,
     plan_start,
     recorded_config,
+    require_same_config,
     require_same_data,
     require_same_past,
+    require_same_rows,
 )
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
@@ -292,3 +294,37 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
         config_of(write_yaml("third", **{**keys, "optimizer__lr": 1e-3}, checkpoint__folder=str(folder)))
     )
     assert foreign.refused and "holds the checkpoints of another run, trunk" in (foreign.problem or "")
+
+
+def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:
+    """It is counted in batches of the phases so far, which no override may change."""
+    allowed: dict[str, Any] = {"checkpoint__resume_overrides": ["objective", "global_batch_size"]}
+    switch = [{"name": "clm", "until": "3ba"}, {"name": "mlm", "global_batch_size": 16}]
+    split = [{"name": "clm", "until": "1ba"}, {"name": "clm", "until": "3ba"}, switch[1]]
+    for before, after in (
+        ({}, {"global_batch_size": 16}),
+        ({"objective__phases": switch}, {"objective__phases": split}),
+    ):
+        folder = write_manifests(config_of(write_yaml(**before)), 4)
+        manifest = read_manifest(open_store(str(folder)), "ba4.json")
+        with pytest.raises(
+            UserError, match=r"the run's place in the data would be lost, also with checkpoint\.resume_over"
+        ):
+            require_same_past(manifest, config_of(write_yaml(**after, **allowed)), {"data.train.index": "x"})
+    # Another size from here on.
+    folder = write_manifests(config_of(write_yaml(objective__phases=CLM)), 4)
+    manifest = read_manifest(open_store(str(folder)), "ba4.json")
+    phases = [{"name": "clm", "until": "4ba"}, {"name": "clm", "global_batch_size": 16}]
+    require_same_past(manifest, config_of(write_yaml(objective__phases=phases)), {"data.train.index": "x"})
+
+
+def test_nodes_have_the_same_configuration_and_rows(write_yaml: Write, tmp_path: Path) -> None:
+    first = config_of(write_yaml())
+    require_same_config(
+        first, config_of(write_yaml(output=str(tmp_path / "other"), data__train__local="/data/train")), 1
+    )
+    with pytest.raises(UserError, match=r"^node 1: optimizer.lr is 0.001 there, and 0.005 on node 0: give all nodes"):
+        require_same_config(first, config_of(write_yaml(optimizer__lr=1e-3)), 1)
+    require_same_rows({"data.train.index": "x"}, {"data.train.index": "x"}, 1)
+    with pytest.raises(UserError, match=r"^node 1: data.train.index is y there, and x on node 0: the rows are not"):
+        require_same_rows({"data.train.index": "x"}, {"data.train.index": "y"}, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from biphasic.objectives.clm import clm_targets
 from conftest import Write
 from helpers.backbones import TESTED_FAMILIES, backbone
 from helpers.decoders import saved_decoder
-from helpers.tiny import WORDS, config_of, losses, train, write_tokenizer
+from helpers.tiny import WORDS, config_of, keep_checkpoints_up_to, losses, train, write_tokenizer
 
 DECODERS = [family for family in TESTED_FAMILIES if family not in ("eurobert", "modernbert")]
 
@@ -239,3 +240,16 @@ def test_the_probe_finds_wrong_attention(broken: str, problem: str, monkeypatch:
     assert packing_problem(model) is None
     monkeypatch.setitem(attention.BACKEND_FUNCTIONS, "sdpa", wrong)
     assert packing_problem(model) == problem
+
+
+def test_a_run_resumes_without_the_model_that_it_started_from(write_yaml: Write, tmp_path: Path) -> None:
+    """It may be gone, such as a checkpoint of a run that goes on, or its folder may have a newer one."""
+    saved_decoder("llama", tmp_path / "hub")
+    path = write_yaml(model={"init_from": str(tmp_path / "hub")})
+    folder = train(config_of(path))
+    expected = losses(folder)
+    keep_checkpoints_up_to(folder, 6)
+    (folder / "metrics.jsonl").unlink()
+    shutil.rmtree(tmp_path / "hub")
+    train(config_of(path))
+    assert losses(folder) == expected[6:]

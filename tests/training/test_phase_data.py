@@ -299,6 +299,11 @@ def test_the_cache_of_a_finished_phase_may_be_deleted(yaml_of: Write, tmp_path: 
     keep_checkpoints_up_to(folder, 7)  # it is downloaded again if it is needed again
     train(config)
     assert losses(folder) == expected
+    # The run stopped exactly at the phase's end.
+    keep_checkpoints_up_to(folder, 9)
+    cache.mkdir(exist_ok=True)
+    train(config)
+    assert losses(folder) == expected and cache.exists() is not drops
 
 
 def test_the_next_phase_s_loader_starts_before_the_phase(yaml_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:

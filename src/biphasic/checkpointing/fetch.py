@@ -69,6 +69,10 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
             advice = "" if is_remote(destination) else "; with several machines, all of them have to see this folder"
             with user_errors(f"{place}: rank {ranks.rank} can't get {manifest.path}{advice}", ValueError):
                 download_files(manifest, open_store(destination), local_folder)
+                # Rank 0 deletes older ones as it uploads. Other nodes may have only what they downloaded at each start.
+                local = open_store(str(local_folder))
+                if is_remote(destination):
+                    local.remove(name for name in local.list() if (batch_of(name) or manifest.batch) < manifest.batch)
 
     ranks.once_per_machine(download)
     return manifest

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from biphasic.config.durations import TrainingProgress
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.plan import remaining_checkpoints
 from biphasic.storage import Store, StoredFile, file_hash, first_line, is_inside, json_bytes
 
@@ -250,11 +250,13 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
     raise ValueError(f"{name} is damaged: its hash is not the manifest's")
 
 
-def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> set[int]:
+def outdated_checkpoints(
+    folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile], branch_points: Sequence[Duration] = ()
+) -> set[int]:
     """Return the batches of the complete checkpoints that `remaining_checkpoints` leaves out.
 
-    `kept` holds, by name, the manifests of checkpoints that are marked as kept. This adds those that it reads, so that
-    each is read once.
+    `kept` holds, by name, the manifests of checkpoints that are marked as kept, or were saved at a branch point before it
+    was one. This adds those that it reads, so that each is read once.
     """
     complete = list[int]()
     for batch in manifest_batches(entries) if keep >= 0 else ():
@@ -263,11 +265,16 @@ def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[
             manifest = _inspect(folder, entries, batch).manifest
             if manifest is None:
                 continue
-            if manifest.run.get("kept"):
+            if manifest.run.get("kept") or any(_reached_first(manifest, at) for at in branch_points):
                 kept[name] = entries[name]
         complete.append(batch)
     marked = {batch for batch in complete if kept.get(manifest_name(batch)) == entries[manifest_name(batch)]}
     return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))
+
+
+def _reached_first(manifest: Manifest, time: Duration) -> bool:
+    """Return whether a checkpoint is the first one at or after a time of its run."""
+    return manifest.progress.reached(time) and not TrainingProgress(*manifest.run["last_batch"]).reached(time)
 
 
 def is_replaced(name: str, manifest: Manifest) -> bool:

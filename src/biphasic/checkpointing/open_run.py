@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,18 +23,25 @@ from biphasic.checkpointing.node_folders import require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.schedule import progress_after_batch
-from biphasic.checkpointing.start_rules import overridden_keys, require_same_data, require_same_past
+from biphasic.checkpointing.start_rules import (
+    overridden_keys,
+    require_same_config,
+    require_same_data,
+    require_same_past,
+    require_same_rows,
+)
 from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
 from biphasic.config.data import StreamConfig
 from biphasic.config.load import dump
+from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
 from biphasic.devices import rank_device, require_precision
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
-from biphasic.storage import first_line, open_store, user_errors
+from biphasic.storage import UNFINISHED_PREFIX, first_line, open_store, user_errors
 from biphasic.webhook import Webhook
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
@@ -70,6 +78,7 @@ class Run:
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
         config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
+        ranks.on_all_ranks(partial(require_same_config, ranks.broadcast(config), config, dist.get_node_rank()))
         require_node_folders(config, ranks)
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
@@ -88,11 +97,13 @@ class Run:
         # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
         self._recorded |= {"attempt": attempt, "config": ranks.broadcast(config.model_dump(mode="json"))}
         config.local_checkpoints.mkdir(parents=True, exist_ok=True)
+        ranks.once_per_machine(self._remove_unfinished)
         first = ranks.rank - ranks.local_rank
         local_ranks = range(first, first + dist.get_local_world_size())
         destination, keep = config.checkpoint_destination, config.checkpoint.keep
         resumed = self._resume.batch if self._resume is not None else 0
-        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks, resumed)
+        points = branch_points(config)
+        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks, resumed, points)
         self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
@@ -152,6 +163,8 @@ class Run:
 
         `indexes` holds the hash of each training stream's index, by key. Raises a UserError if rows or configuration differ.
         """
+        ranks = self._ranks
+        ranks.on_all_ranks(partial(require_same_rows, ranks.broadcast(indexes), indexes, dist.get_node_rank()))
         self._recorded["indexes"] = indexes
         if self._resume is not None:
             require_same_past(self._resume, self._config, indexes)
@@ -186,6 +199,12 @@ class Run:
         else:
             trainer.fit()
         trainer.close()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a save left that was killed. No other process writes checkpoints while this one holds the lock."""
+        for path in self._config.local_checkpoints.glob(f"{UNFINISHED_PREFIX}*-ba*"):
+            with suppress(OSError):
+                path.unlink()
 
     def _write_config(self) -> None:
         if self._ranks.rank == 0:
@@ -238,8 +257,14 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
         try:
             yield run
         except CheckpointException as error:  # a BaseException, of loading alone: `Saver` catches its own
-            cause = first_line(next(iter(error.failures.values()))[0])
-            raise UserError(f"checkpoint {run.checkpoint}: can't be loaded ({cause})") from None
+            cause = next(iter(error.failures.values()))[0]
+            kind = Unavailable if isinstance(cause, OSError) else UserError
+            raise kind(f"checkpoint {run.checkpoint}: can't be loaded ({first_line(cause)})") from None
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            cause = " ".join(str(error).split())
+            raise UserError(f"checkpoint {run.checkpoint}: can't be loaded ({cause:.300})") from None
     run.close("finished")
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
-from biphasic.config.base import within
+from biphasic.config.base import flatten, within
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
 from biphasic.config.phase_inputs import inputs_differ, phase_key
@@ -22,6 +22,9 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, join, open_store, user_errors
+
+_PATHS = ("local", "remote", "cache", "folder", "tokenizer", "output", "init_from", "start_from")
+"""Keys whose values are paths, which may differ between nodes."""
 
 
 def recorded_config(manifest: Manifest) -> PretrainConfig:
@@ -50,6 +53,24 @@ def past_differences(manifest: Manifest, config: PretrainConfig, overrides: Sequ
 def _last_batch(manifest: Manifest) -> TrainingProgress:
     """Return when the checkpoint's last batch began."""
     return TrainingProgress(*manifest.run["last_batch"])
+
+
+def require_same_config(first: PretrainConfig, config: PretrainConfig, node: int) -> None:
+    """Check that a node's configuration is that of the first rank, but for paths. Raises a UserError."""
+    expected = dict(flatten(first))
+    for key, value in flatten(config):
+        if key.rpartition(".")[2] not in _PATHS and value != expected.get(key, value):
+            there = f"{key} is {value} there, and {expected[key]} on node 0"
+            raise UserError(f"node {node}: {there}: give all nodes the same YAML and overrides")
+
+
+def require_same_rows(first: dict[str, str], indexes: dict[str, str], node: int) -> None:
+    """Check that a node's datasets are those of the first rank, by the hashes of their indexes. Raises a UserError."""
+    for key, index in indexes.items():
+        if index != first.get(key):
+            raise UserError(
+                f"node {node}: {key} is {index} there, and {first.get(key)} on node 0: the rows are not the same"
+            )
 
 
 def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainConfig) -> Iterator[StoredCheckpoint]:
@@ -102,12 +123,15 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
         if not is_overridden(key, overrides):
             lines[key] = f"{key}: {old!r} until now, {new!r} here"
     if lines:
+        # Another batch size would lose the place in the data (`_require_same_place`).
+        allowed = ", ".join(key for key in lines if key != "global_batch_size")
         raise UserError(
             f"{config.run_name}: its checkpoint {manifest.path} was trained with another configuration:\n  "
             + "\n  ".join(lines.values())
-            + "\nrestore the earlier values, choose another run_name (start_from can use the common part), or allow the "
-            f"difference: checkpoint.resume_overrides=[{', '.join(lines)}]"
+            + "\nrestore the earlier values, choose another run_name (start_from can use the common part)"
+            + (f", or allow the difference: checkpoint.resume_overrides=[{allowed}]" if allowed else "")
         )
+    _require_same_place(manifest, config)
     if _last_batch(manifest).reached(config.max_duration):
         raise UserError(
             f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
@@ -128,6 +152,28 @@ def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
             f"{new} here. As phases differ in data or batch size, the run's place in the data would be lost, also with "
             "checkpoint.resume_overrides: restore the phases and their `until`, or choose another run_name"
         )
+
+
+def _require_same_place(manifest: Manifest, config: PretrainConfig) -> None:
+    """Raise a UserError if a run would lose its place in the data, which is counted in batches of the phases so far."""
+    recorded, last_batch = recorded_config(manifest), _last_batch(manifest)
+    before, now = (
+        [(each.source, each.rows) for each in one.inputs[: _phase_index(one, last_batch) + 1]]
+        for one in (recorded, config)
+    )
+    if not any(inputs_differ(one.inputs) for one in (recorded, config)):
+        before, now = before[:1], now[:1]  # all phases read the same
+    if before != now:
+        raise UserError(
+            f"{config.run_name}: its checkpoint {manifest.path} was trained on batches of other sizes or other data, so the "
+            "run's place in the data would be lost, also with checkpoint.resume_overrides: restore global_batch_size and "
+            "the phases until now. For another size from here on, begin a further phase at this batch, with its own "
+            "global_batch_size"
+        )
+
+
+def _phase_index(config: PretrainConfig, progress: TrainingProgress) -> int:
+    return phase_at(resolve_phases(config.objective.phases, config.max_duration), progress).index
 
 
 def overridden_keys(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from biphasic.checkpointing.manifest import (
     rank_of,
     read_manifest,
 )
+from biphasic.config.durations import Duration
 from biphasic.errors import UserError
 from biphasic.storage import Store, StoredFile, first_line, is_remote, open_store
 
@@ -91,8 +92,9 @@ class Uploader:
     for these. If the destination can't be reached, uploads are retried with growing pauses.
 
     `destination` is the node's `local_folder`, or the bucket prefix that the run saves to. The newest `keep` checkpoints are
-    kept there, besides those marked as kept; negative: all. `local_ranks` are the ranks on this node, in order. `resumed` is
-    the batch from which the run resumed. `pending` holds the checkpoints that are not uploaded yet.
+    kept there, besides those marked as kept and those at `branch_points`; negative: all. `local_ranks` are the ranks on this
+    node, in order. `resumed` is the batch from which the run resumed. `pending` holds the checkpoints that are not uploaded
+    yet.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class Uploader:
         rank: int = 0,
         local_ranks: range = range(1),
         resumed: int = 0,
+        branch_points: Sequence[Duration] = (),
     ):
         self._local_folder, self._destination, self._keep = local_folder, destination, keep
         self._rank, self._local_ranks, self._resumed = rank, local_ranks, resumed
+        self._branch_points = branch_points
         self.pending: list[Manifest] = []
         self._kept: dict[str, StoredFile] = {}
         self._queue: SimpleQueue[Manifest | None] = SimpleQueue()
@@ -176,7 +180,7 @@ class Uploader:
         Checkpoints newer than the newest one stay: an earlier attempt saved them, and this one could not use them.
         """
         entries = {name: file for name, file in destination.list().items() if (batch_of(name) or 0) <= newest.batch}
-        outdated = outdated_checkpoints(destination, entries, self._keep, self._kept)
+        outdated = outdated_checkpoints(destination, entries, self._keep, self._kept, self._branch_points)
         # The manifests first, so a partly deleted checkpoint counts as incomplete.
         destination.remove(manifest_name(batch) for batch in outdated)
         complete = {None, newest.batch, *manifest_batches(entries)} - outdated

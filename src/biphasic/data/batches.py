@@ -136,8 +136,10 @@ class TrainingBatches(Callback):
             if now.epochs < self._ended_epochs(positions):
                 return
             batch = self._sources[own.source].read(positions[own.source], own.rows)
-            if self._reading not in (None, own.source):
-                self._leave(self._reading, span.index)
+            # Also after a start that comes after the data's end.
+            before = {each.source for each in self._inputs[: span.index]} if self._reading is None else {self._reading}
+            for source in sorted(before - {own.source}):
+                self._leave(source, span.index)
             self._reading = own.source
             following = self._inputs[min(span.index + 1, len(self._inputs) - 1)].source
             ahead = _BATCHES_AHEAD * own.shape.in_unit(span.end.unit) if following != own.source else 0

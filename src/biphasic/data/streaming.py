@@ -189,6 +189,8 @@ def build_loader(
                 f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
+    else:
+        dataset.initial_physical_nodes = 1  # so that a run which was resumed on any number of nodes can validate
     # With several canonical nodes, repeated rows aren't the last ones.
     loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else DataLoader
     return loader(

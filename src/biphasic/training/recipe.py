@@ -141,7 +141,10 @@ def _leave_out(checkpoint: dict[str, Any]) -> None:
 def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tuple[LanguageModel, Strategy]:
     section = config.model
     if section.init_from is not None:
-        section = section.model_copy(update={"init_from": run.fetch_initial_weights(section.init_from)})
+        # A checkpoint of this run has its own network. The other model may be gone by now, or have been trained further.
+        own = {"init_from": run.checkpoint, "new_vocabulary": None}
+        first = {"init_from": run.fetch_initial_weights(section.init_from)} if run.checkpoint is None else own
+        section = section.model_copy(update=first)
     arguments = (section, config.longest_row, config.seed, tokenizer)
     size = architecture_of(config.model)
     if size is None:
