@@ -136,11 +136,12 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
             elif record is not None:
                 failed.add(lr)
     if not scores:
-        tested = [score_of(records.get(trials[grid.learning_rates[0], seed]), name, "test") for seed in choosing]
-        if len(grid.learning_rates) > 1 or not any(score is not None for score in tested):
+        # With one rate there is nothing to choose, so a task without validation is no problem.
+        only = grid.learning_rates if len(grid.learning_rates) == 1 else ()
+        tested = [score_of(records.get(trials[lr, seed]), name, "test") for lr in only for seed in choosing]
+        if all(score is None for score in tested):
             return ChosenRate(None, None, False)
-        # There is nothing to choose, so a task without validation is no problem.
-        return ChosenRate(grid.learning_rates[0], None, None not in tested)
+        return ChosenRate(next(iter(only)), None, None not in tested)
     most = max(len(by_seed) for by_seed in scores.values())
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
