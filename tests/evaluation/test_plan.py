@@ -35,7 +35,9 @@ def test_a_task_that_would_not_be_scored_is_refused(tmp_path: Path) -> None:
 
 def test_a_task_without_texts_is_refused(tmp_path: Path) -> None:
     [problem] = plan_of("quick", "benchmarks=[]", "tasks=[CIFAR10]", f"model.path={tmp_path}").problems
-    assert problem.startswith("tasks: CIFAR10 has no texts (image")
+    assert problem.startswith("tasks: CIFAR10 is not of text alone (image")
+    [problem] = plan_of("quick", "benchmarks=[]", "tasks=[Flickr30kT2IRetrieval]", f"model.path={tmp_path}").problems
+    assert problem.startswith("tasks: Flickr30kT2IRetrieval is not of text alone (image")
 
 
 def test_what_is_missing() -> None:

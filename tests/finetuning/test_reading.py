@@ -216,11 +216,21 @@ def test_every_token_has_its_words_label(text_tokenizer: TextTokenizer, tmp_path
     for row, words in enumerate(sentences):
         text, labels = " ".join(words), examples["labels"][row].tolist()
         [(ids, offsets)] = text_tokenizer.tokenize_with_offsets([text])
-        expected = [text[:end].rstrip().count(" ") if text[start:end].strip() else IGNORE for start, end in offsets]
+        before = [text[:start].count(" ") + text[start:].startswith(" ") for start, _ in offsets]
+        expected = [
+            number if text[start:].strip() else IGNORE for number, (start, _) in zip(before, offsets, strict=True)
+        ]
         assert labels == [*expected, IGNORE]
         assert examples["texts"][row].tolist() == [*ids, text_tokenizer.tokenizer.eos_id]
         later += len(expected) - len(set(expected))
     assert later > 50
+
+
+def test_a_space_alone_has_the_next_words_label() -> None:
+    """As in the paper's library. Llama 3's tokenizer separates the space before a number."""
+    offsets = [(0, 2), (2, 3), (3, 6), (6, 7), (7, 8)]  # "in 1996 x": in, a space, 199, 6, and a space
+    assert word_of_each_token(["in", "1996", "x"], offsets, all_tokens=True) == [0, 1, 1, 1, 2]
+    assert word_of_each_token(["in", "1996", "x"], offsets) == [0, -1, 1, -1, -1]
 
 
 def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:

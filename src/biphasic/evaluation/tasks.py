@@ -14,6 +14,7 @@ from typing import Any
 import mteb
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.abstasks.retrieval import AbsTaskRetrieval
+from mteb.types import PromptType
 
 from biphasic.config.evaluate import EvaluateConfig, set_name
 from biphasic.errors import UserError
@@ -58,8 +59,9 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
             raise UserError(f"{key}.{unknown[0]}: is not one of the tasks ({', '.join(names)})")
     if taken := [name for name in sets if name in tasks]:
         raise UserError(f"sets: {taken[0]} is the name of one of mteb's tasks: rename the folder")
-    if unreadable := [name for name, task in tasks.items() if "text" not in task.modalities]:
-        raise UserError(f"tasks: {unreadable[0]} has no texts ({', '.join(tasks[unreadable[0]].modalities)})")
+    for name, task in tasks.items():
+        if others := [kind for kind in _modalities(task) if kind != "text"]:
+            raise UserError(f"tasks: {name} is not of text alone ({', '.join(others)})")
     others = [name for name, task in tasks.items() if not isinstance(task, AbsTaskRetrieval)]
     if others and "full" not in config.documents:
         message = (
@@ -69,6 +71,14 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
         _plan_set(path, config) for path in config.sets
     ]
+
+
+def _modalities(task: Any) -> set[str]:
+    """Return what a task's inputs are; of a retrieval task, those of queries or documents without text (mteb's check)."""
+    if not isinstance(task, AbsTaskRetrieval):
+        return set(task.modalities)
+    of_roles = [set(task.metadata.get_modalities(role)) for role in (PromptType.query, PromptType.document)]
+    return {kind for kinds in of_roles if "text" not in kinds for kind in kinds}
 
 
 def _from_mteb(key: str, get: Callable[[str], Any], name: str) -> Any:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -89,14 +90,18 @@ class Regression(Classification):
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the summed squared error of the texts' numbers."""
-        predicted = head(mean_pool(hidden, segments))[:, 0].float()
-        return F.mse_loss(predicted, batch["labels"], reduction="sum")
+        return F.mse_loss(self._numbers(head, hidden, segments), batch["labels"], reduction="sum")
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
         """Return each text's number."""
-        return head(mean_pool(hidden, segments))[:, 0].float().tolist()
+        return self._numbers(head, hidden, segments).tolist()
+
+    def _numbers(self, head: nn.Module, hidden: Tensor, segments: Segments) -> Tensor:
+        """Return the texts' numbers, fp32 [texts], without autocast: bf16 has steps of 1/32 above 4."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return head(mean_pool(hidden, segments).float())[:, 0].float()
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
         """Return the number of each text."""
@@ -234,15 +239,17 @@ def sentence_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
 def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]], all_tokens: bool = False) -> list[int]:
     """Return, for each token of the words joined by spaces, the index of the word that the token begins, or -1.
 
-    With `all_tokens`, a word's later tokens have its index too. `offsets` has each token's first character and the one
-    after its last; a token may include the space before a word.
+    With `all_tokens`, a word's later tokens have its index too, and a token of spaces that of the next word, as in the paper
+    (EncodEval). `offsets` has each token's first character and the one after its last; a token may include the space before
+    a word.
     """
     text = " ".join(words)
     word_of_character = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]
     begun, last = [], -1
     for start, end in offsets:
-        # A token that consists of spaces begins no word.
-        word = next((word_of_character[at] for at in range(start, end) if not text[at].isspace()), -1)
+        # A token that consists of spaces begins no word; Llama 3's tokenizer makes one before each number.
+        stop = len(text) if all_tokens and start < end else end
+        word = next((word_of_character[at] for at in range(start, stop) if not text[at].isspace()), -1)
         begun.append(word if all_tokens or word > last else -1)
         last = max(last, word)
     return begun

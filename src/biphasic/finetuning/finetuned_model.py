@@ -62,13 +62,14 @@ def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
     """
     for first in range(0, len(table), _ROWS_AT_ONCE):
         columns = table.rows[first : first + _ROWS_AT_ONCE]
-        for name in table.columns:
-            expected, text = (list, "a list of words") if name == "tokens" else (str, "text")
+        for name in sorted({*table.columns, "text_pair", "title"} & columns.keys()):
             for row, value in enumerate(columns[name], first):
-                if value is None:
+                if value is None and name != "title":
                     raise UserError(f"{table.source}: row {row} has no {name}")
-                if not isinstance(value, expected):
-                    raise UserError(f"{table.source}: row {row}: {name} is not {text}: {value!r:.60}")
+                words = value if isinstance(value, list) and name == "tokens" else [value or ""]
+                if (name == "tokens") != isinstance(value, list) or not all(isinstance(word, str) for word in words):
+                    expected = "a list of words" if name == "tokens" else "text"
+                    raise UserError(f"{table.source}: row {row}: {name} is not {expected}: {value!r:.60}")
         numbers = range(first, first + len(columns[table.columns[0]]))
         yield [str(name) for name in columns.get("id") or columns.get("_id") or numbers], columns
 

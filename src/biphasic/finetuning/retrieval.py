@@ -131,6 +131,8 @@ class Retrieval(FinetuneTask):
         for name, folder in self._scored_sets().items():
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
             documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
+            if not _judged_splits(folder):
+                raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
             for split in _judged_splits(folder):
@@ -157,17 +159,22 @@ class Retrieval(FinetuneTask):
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
         columns, prompts = folder.read(table, table), self.config.prompts_of(name)
 
-        def make() -> Examples:
-            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table)}
+        # A share is of training alone: the paper's library scores with the model's own maximum.
+        length = self.scored_tokenizer.max_length if isinstance(self.config.max_length, float) else self.max_length
 
-        changed = {f"{each}_prompt": text for each, text in prompts.items()}
+        def make() -> Examples:
+            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table, length)}
+
+        changed = {**{f"{each}_prompt": text for each, text in prompts.items()}, "scored_length": length}
         texts = self.tokenize_once(folder, table, make, changed)["texts"]
         return columns["_id"], model.embed(texts, f"{name}: {table}")
 
-    def _tokenize(self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str) -> Ragged:
+    def _tokenize(
+        self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str, length: int | None = None
+    ) -> Ragged:
         prompted = [prompt + text for text in texts]
         title = f"reading {self.config.name}: {title}"
-        return Ragged.of(tokenizer.tokenize(prompted, self.max_length, title))
+        return Ragged.of(tokenizer.tokenize(prompted, length or self.max_length, title))
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         return {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}

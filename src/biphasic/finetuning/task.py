@@ -80,7 +80,7 @@ class TrainedModel:
                 bar.update(len(indices))
 
 
-RESULT_FORMAT = 1
+RESULT_FORMAT = 2
 """Version of tokenization and training. Increase it with every change that alters scores for the same settings."""
 _TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt", "labelled", "end_of_text"}
 """Keys of a `task:` section that affect the tokens, besides `max_length`."""

@@ -64,7 +64,7 @@ def trial_name(config: FinetuneConfig) -> str:
     if key not in _contents:
         family = build_task(config.model, task, config.cache)
         _contents[key] = [
-            model_fingerprint(config.model.path, config.model.revision),
+            [model_fingerprint(config.model.path, config.model.revision), config.model.trust_remote_code],
             [family.text_tokenizer.fingerprint, family.text_tokenizer.max_length],
             [[table, folder.content_hash(table)] for folder, table in family.tables()],
             [(name, task.prompts_of(name)) for name in task.retrieval_sets] if task.kind == "retrieval" else [],

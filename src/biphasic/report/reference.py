@@ -25,7 +25,7 @@ from biphasic.report.formatting import (
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import CONFIDENCE, ScoreTable, differences, name_origins
+from biphasic.report.scores import CONFIDENCE, ScoreTable, differences, holm, name_origins
 from biphasic.storage import open_store, user_errors
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv", "cells.csv")
@@ -149,7 +149,7 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     """Return, for each group and pair of models with different published scores, whether the measured order agrees.
 
     `first` is the model with the better published score. Pairs without a common seed are left out. P-values are
-    corrected by Holm's method over all pairs. `agrees`: the measured order is the published one. `clear`: the 95%
+    corrected by Holm's method over these pairs. `agrees`: the measured order is the published one. `clear`: the 95%
     interval of the measured difference excludes zero.
     """
     reference = _group_means(reference)
@@ -170,7 +170,8 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     budgets = {name: f"{of_model.size} {of_model.steps}" for name, of_model in facets.items()}
     # A name of another form has NaN, which equals nothing.
     orders["same_size_and_steps"] = orders["first"].map(budgets) == orders["second"].map(budgets)
-    return orders.loc[orders.published != 0, _ORDER_COLUMNS]
+    orders = orders[orders.published != 0]
+    return orders.assign(p_holm=holm(orders.p.astype(float)))[_ORDER_COLUMNS]
 
 
 def comparison_files(

@@ -39,7 +39,8 @@ def write_report(
         files, scores = study_files(study), study.scores
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:
-        files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]), trials)
+        table = score_table(scores[scores.score.notna()], scores.seed.nunique())
+        files |= comparison_files(against, reference, table, trials)
     # A sweep's differences and the sections after them can be long.
     written = {name: content for name, content in files.items() if content is not None}
     pages = [content.decode() for name, content in written.items() if name.endswith(".md")]

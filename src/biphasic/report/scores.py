@@ -111,8 +111,8 @@ def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(test_set=rows.test_set.mask(several, rows.test_set + " (from " + rows.trained_on + ")"))
 
 
-def score_table(rows: pd.DataFrame) -> ScoreTable:
-    """Return the means of `chosen_scores`.
+def score_table(rows: pd.DataFrame, seeds: int | None = None) -> ScoreTable:
+    """Return the means of `chosen_scores`. `seeds` is the number of seeds of a sweep, by default that of the rows.
 
     A group's score with a seed is the mean over the rows of the group's tasks with `in_mean` (MNLI's matched set). It
     exists only if the model has these scores with this seed, so that all models are averaged over the same tasks. A test
@@ -122,7 +122,7 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
     scores = pd.concat([_group_scores(rows), rows])
     by_cell = scores.groupby(["model", "group", "test_set"], sort=False)
     means = intervals(by_cell.score).rename(columns={"mean": "score", "count": "seeds"})
-    seeds = rows.seed.nunique()
+    seeds = seeds or rows.seed.nunique()
     about = by_cell[["trained_on", "task", "metric", "lr", "chosen_validation"]].first()
     means = means.join(about).join(by_cell.settled.all())
     means["complete"] = means.settled & (means.seeds == seeds)
