@@ -13,38 +13,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from dense_ranking import recipe_parser, train_and_compare
+from dense_ranking import recipe_parser, train_and_compare, trainer_inputs
 
 
 def train(options: argparse.Namespace) -> Any:
     """Return a `MultiVectorEncoder` that was trained on the pairs with in-batch negatives."""
-    from datasets import Dataset
     from sentence_transformers import (
         MultiVectorEncoder,
         MultiVectorEncoderTrainer,
         MultiVectorEncoderTrainingArguments,
     )
-    from sentence_transformers.base.sampler import BatchSamplers
     from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
     from transformers import set_seed
 
     set_seed(options.seed)  # the weights of the new projection
     model = MultiVectorEncoder(str(options.encoder), processor_kwargs={"model_max_length": options.max_length})
-    arguments = MultiVectorEncoderTrainingArguments(
-        output_dir=str(options.out / "trainer"),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch_size,
-        learning_rate=options.lr,
-        warmup_steps=0.1,
-        batch_sampler=BatchSamplers.NO_DUPLICATES,
-        seed=options.seed,
-        save_strategy="no",
-        report_to="none",
-    )
-    pairs = Dataset(pq.read_table(options.pairs / "train.parquet", columns=["query", "positive"]))
+    arguments, pairs = trainer_inputs(MultiVectorEncoderTrainingArguments, options)
     loss = MultiVectorMultipleNegativesRankingLoss(model)
     MultiVectorEncoderTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
     return model

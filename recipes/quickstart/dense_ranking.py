@@ -38,6 +38,26 @@ def recipe_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def trainer_inputs(arguments: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the arguments of a trainer, an instance of a class of sentence-transformers, and the training pairs."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+    from sentence_transformers.base.sampler import BatchSamplers
+
+    made = arguments(
+        output_dir=str(options.out / "trainer"),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch_size,
+        learning_rate=options.lr,
+        warmup_steps=0.1,
+        batch_sampler=BatchSamplers.NO_DUPLICATES,
+        seed=options.seed,
+        save_strategy="no",
+        report_to="none",
+    )
+    return made, Dataset(pq.read_table(options.pairs / "train.parquet", columns=["query", "positive"]))
+
+
 def train_and_compare(
     options: argparse.Namespace,
     train: Callable[[argparse.Namespace], Any],

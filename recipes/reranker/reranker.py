@@ -13,20 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
-
 if TYPE_CHECKING:
     from biphasic.evaluation.search import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from dense_ranking import recipe_parser, train_and_compare
+from dense_ranking import recipe_parser, train_and_compare, trainer_inputs
 
 
 def train(options: argparse.Namespace) -> Any:
     """Return a `CrossEncoder` that was trained to give a query's own document more than four others of the batch."""
-    from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
-    from sentence_transformers.base.sampler import BatchSamplers
     from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingLoss
     from tokenizers.processors import TemplateProcessing
     from transformers import set_seed
@@ -38,18 +34,7 @@ def train(options: argparse.Namespace) -> Any:
     model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A", pair=f"$A {end} $B", special_tokens=[(end, model.tokenizer.eos_token_id)]
     )
-    arguments = CrossEncoderTrainingArguments(
-        output_dir=str(options.out / "trainer"),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch_size,
-        learning_rate=options.lr,
-        warmup_steps=0.1,
-        batch_sampler=BatchSamplers.NO_DUPLICATES,
-        seed=options.seed,
-        save_strategy="no",
-        report_to="none",
-    )
-    pairs = Dataset(pq.read_table(options.pairs / "train.parquet", columns=["query", "positive"]))
+    arguments, pairs = trainer_inputs(CrossEncoderTrainingArguments, options)
     CrossEncoderTrainer(model, arguments, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)).train()
     return model
 

@@ -14,18 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from dense_ranking import recipe_parser, train_and_compare
+from dense_ranking import recipe_parser, train_and_compare, trainer_inputs
 
 
 def train(options: argparse.Namespace) -> Any:
     """Return a `SparseEncoder` that was trained on the pairs with in-batch negatives and the FLOPS regularizer."""
-    from datasets import Dataset
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
     from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.base.sampler import BatchSamplers
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
@@ -33,18 +29,7 @@ def train(options: argparse.Namespace) -> Any:
     settings = {"model_max_length": options.max_length}
     transformer = Transformer(str(options.encoder), transformer_task="fill-mask", processor_kwargs=settings)
     model = SparseEncoder(modules=[transformer, SpladePooling("max")])
-    arguments = SparseEncoderTrainingArguments(
-        output_dir=str(options.out / "trainer"),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch_size,
-        learning_rate=options.lr,
-        warmup_steps=0.1,
-        batch_sampler=BatchSamplers.NO_DUPLICATES,
-        seed=options.seed,
-        save_strategy="no",
-        report_to="none",
-    )
-    pairs = Dataset(pq.read_table(options.pairs / "train.parquet", columns=["query", "positive"]))
+    arguments, pairs = trainer_inputs(SparseEncoderTrainingArguments, options)
     loss = SpladeLoss(
         model,
         SparseMultipleNegativesRankingLoss(model, scale=options.scale),

@@ -21,7 +21,7 @@ from typing import Any
 from biphasic.checkpointing.manifest import Manifest, batch_of, download_files, newest_first
 from biphasic.checkpointing.run_lock import process_id, read_attempts
 from biphasic.checkpointing.start_rules import recorded_config
-from biphasic.config.finetune import EncoderConfig, FinetuneConfig
+from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError
@@ -36,10 +36,6 @@ POLL_SECONDS = 30.0
 NICENESS = 19
 """Of trials, so that they yield to a run on the same machine."""
 _TRIAL = (sys.executable, "-m", "biphasic.finetuning")
-_NOT_COMPARED: dict[str, Any] = {
-    **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
-    "task": {"data", "scored_on"},  # paths, which differ between machines
-}
 
 
 def due_batches(complete: Collection[int], scored: Collection[int], every: int, end: int | None) -> list[int]:
@@ -61,7 +57,7 @@ class Watcher:
     def __init__(self, place: str, task: FinetuneConfig, every: int = 1):
         self.place, self.task, self.every = place, task, every
         self._folder = f"{SCORES}/{task.run_name}"
-        self._settings = task.model_dump(mode="json", exclude=_NOT_COMPARED)
+        self._settings = task.model_dump(mode="json", exclude=NOT_IN_RESULT)
         self._scored, self._failed, self._said, self._signals = list[str](), list[int](), "", list[str]()
 
     def watch(self) -> int:

@@ -24,6 +24,12 @@ from biphasic.config.base import (
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import LoggingConfig, OptimizerConfig
 
+NOT_IN_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
+    "task": {"data": True, "scored_on": True},
+}
+"""Keys of a fine-tuning that don't affect its result; and model and paths, whose content is compared instead."""
+
 
 class EncoderConfig(Section):
     """The encoder to load."""

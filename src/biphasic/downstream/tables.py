@@ -59,7 +59,6 @@ class Table:
     rows: Any
     """Dataset of the `datasets` library."""
     source: str
-    """Name of the source in messages."""
     columns: list[str]
     commit: str | None
     """Commit on the hub; None for local data."""

@@ -79,6 +79,12 @@ def from_first_rank(make: Callable[[], Value]) -> Value:
     return values[0]
 
 
+def print_once(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_global_rank() == 0:
+        print(line, flush=True)
+
+
 def progress_bar(total: int, title: str) -> Any:
     """Return a bar of texts, which rank 0 shows after three seconds."""
     return tqdm(total=total, desc=title, unit="text", delay=3, disable=dist.get_global_rank() > 0)

@@ -20,7 +20,7 @@ from biphasic.amounts import format_seconds
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import from_first_rank, local_model
+from biphasic.evaluation.blocks import from_first_rank, local_model, print_once
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score, score_table
@@ -63,7 +63,9 @@ def run(config: EvaluateConfig) -> Path:
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
-    _print(f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}")
+    print_once(
+        f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}"
+    )
     systems = [_model(config), *_baselines(config)]
     records = [record for task in tasks for record in _score_task(task, config.documents, systems, folder)]
     lines = score_table(records)
@@ -71,7 +73,7 @@ def run(config: EvaluateConfig) -> Path:
         store = open_store(str(folder))
         store.write("scores.md", "\n".join([f"# {config.run_name}\n", *lines, ""]).encode())
         store.write("scores.json", json_bytes({"settings": systems[0].settings, "records": records}))
-    _print("\n".join(lines))
+    print_once("\n".join(lines))
     dist.barrier()
     return folder
 
@@ -126,7 +128,7 @@ def _record(
         store.write(name, json_bytes(record))
         for row in rows:
             value = f"{row['metric']} {row['value']:.4f}"
-            _print(f"{row['task']} {row['split']}, {system.name}: {value} ({format_seconds(seconds)})")
+            print_once(f"{row['task']} {row['split']}, {system.name}: {value} ({format_seconds(seconds)})")
     return from_first_rank(lambda: record)
 
 
@@ -175,8 +177,3 @@ def _read_record(file: Path) -> dict[str, Any] | None:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _print(line: str) -> None:
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)

@@ -31,9 +31,7 @@ class PlannedTask:
     official: bool
     """Whether it is one of mteb's tasks."""
     retrieval: bool
-    """Whether the task has queries and documents."""
     source: str
-    """Where the data is read from."""
     fingerprint: str
     """Fingerprint of the data: the hub's path and revision, or a hash of a folder's files."""
     chosen: dict[str, Any]

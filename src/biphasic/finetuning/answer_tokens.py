@@ -11,7 +11,7 @@ from torch import nn
 from biphasic.downstream.array_cache import Ragged
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.classification import TokenClassification
-from biphasic.finetuning.question_answering import correct_answers, first_answer
+from biphasic.finetuning.question_answering import first_answer
 from biphasic.finetuning.task import Columns, Examples
 from biphasic.model.heads import TokenHead
 
@@ -72,7 +72,7 @@ class AnswerTokens(TokenClassification):
 
     def gold(self, columns: Columns) -> list[Any]:
         """Return all correct answers to each question; an empty list if it has none."""
-        return correct_answers(columns)
+        return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return `token_f1`, and SQuAD's scores of `predicted`."""

@@ -24,7 +24,6 @@ class GlobalBatches(IterableDataset[TaskBatch]):
     examples: Examples
     config: FinetuneConfig
     steps: int
-    """Number of batches."""
     rank: int = 0
     ranks: int = 1
 

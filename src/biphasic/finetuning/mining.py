@@ -23,7 +23,7 @@ from biphasic.downstream.prepare import read_finished
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.downstream.writer import SCHEMAS, STARTED, TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import embed_blocks, from_first_rank, local_model
+from biphasic.evaluation.blocks import embed_blocks, from_first_rank, local_model, print_once
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.finetuning.retrieval import titled_texts
@@ -83,9 +83,7 @@ def mine(
     settings = {**limits, "model": embedder.revision, "embedding": embedder.settings, "tables": tables}
     settings = json.loads(json.dumps(settings))
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
-        if dist.get_global_rank() == 0:
-            counts = f"{len(pool.queries):,} queries among {len(pool.documents):,} documents"
-            print(f"mining for {counts} into {out}", flush=True)
+        print_once(f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}")
         mined = _mine(embedder, pool, settings, Path(cache))
         about = {"model": model, "task_folder": task_folder}
         record = from_first_rank(lambda: _write(source, out, pool, mined, about, settings))

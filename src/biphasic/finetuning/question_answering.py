@@ -114,7 +114,7 @@ class QuestionAnswering(PredictionTask):
 
     def gold(self, columns: Columns) -> list[Any]:
         """Return all correct answers to each question; an empty list if it has none."""
-        return correct_answers(columns)
+        return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return the scores of SQuAD, and the no-answer threshold if there is one."""
@@ -122,11 +122,6 @@ class QuestionAnswering(PredictionTask):
             return squad_scores(gold, answers["predicted"])
         scores = squad_scores(gold, answers["predicted"], answers["no_answer"], self.no_answer_threshold)
         return {**scores, "no_answer_threshold": self.no_answer_threshold}
-
-
-def correct_answers(columns: Columns) -> list[Any]:
-    """Return all correct answers to each question; an empty list if it has none."""
-    return [list(answer["text"]) for answer in columns["answers"]]
 
 
 def first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

@@ -30,7 +30,6 @@ class Retrieval(FinetuneTask):
     """
 
     family = "retrieval"
-    splits_batches = False  # in-batch negatives need all of its examples
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         super().__init__(config, text_tokenizer, cache, record)
@@ -124,6 +123,10 @@ class Retrieval(FinetuneTask):
             for dimension in self.config.dimensions or [None]
         ]
         return torch.stack(losses).sum() * count
+
+    def split_batch(self, examples: Examples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
+        """Return the examples undivided, because in-batch negatives need all of them."""
+        return [indices]
 
     def evaluate(self, model: TrainedModel) -> Scored:
         """Return the scores, and a ranking for each set, further dimension and split, `SET-d256-SPLIT.run.gz`."""

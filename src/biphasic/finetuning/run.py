@@ -15,6 +15,7 @@ from biphasic.config.load import dump
 from biphasic.devices import rank_device
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
+from biphasic.evaluation.blocks import print_once
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
@@ -44,7 +45,7 @@ def run(config: FinetuneConfig) -> Path:
         # Label names are not in the trial's name, since they decide no score, but the saved model has them.
         is_same = record.get("trial") == name and record.get("label_names", label_names) == label_names
         if is_same and (record["saved"] or not config.save_model):
-            _print(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
+            print_once(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
             return folder
         raise UserError(f"{folder} holds another fine-tuning: choose another run_name, or remove it")
     if dist.get_global_rank() == 0:
@@ -54,14 +55,14 @@ def run(config: FinetuneConfig) -> Path:
         for log in ("metrics.jsonl", ANOMALOUS_BATCHES):
             (folder / log).unlink(missing_ok=True)
     dist.barrier()
-    _print(f"fine-tuning {config.model.path} on {config.task.name}: scores and {folder}")
+    print_once(f"fine-tuning {config.model.path} on {config.task.name}: scores and {folder}")
     trial, model, task, files = train_and_score(config)
     for result in trial.results:
         scores = (("validation", result.validation), ("test", result.test))
         parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores if score is not None]
-        _print(f"{result.name}: {', '.join(parts)}")
+        print_once(f"{result.name}: {', '.join(parts)}")
     for warning in task.data.record.get("warnings", []):
-        _print(f"WARNING: {config.task.name}: {warning}")
+        print_once(f"WARNING: {config.task.name}: {warning}")
     if dist.get_global_rank() == 0:
         store = open_store(str(folder))
         if config.save_model:
@@ -101,8 +102,3 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     )  # fmt: skip
     out = folder / "model"
     export_finetuned(encoder, model.head, names, out, card, prompts=task.prompts, max_length=task.max_length)
-
-
-def _print(line: str) -> None:
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)

@@ -110,8 +110,6 @@ class FinetuneTask(ABC):
     """The kind of its dataset."""
     inputs = ["text"]
     """Required columns of new text. `id` and, for classifiers of pairs, `text_pair` are optional."""
-    splits_batches = True
-    """Whether a rank's examples may be divided into microbatches."""
     prompts: dict[str, str] = {}
     """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
     no_answer_threshold: float | None = None
@@ -165,8 +163,6 @@ class FinetuneTask(ABC):
 
     def split_batch(self, examples: Examples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
         """Divide a rank's examples into full microbatches of at most `tokens` tokens, or of one longer example."""
-        if not self.splits_batches:
-            return [indices]
         return full_groups(tokens, indices, lambda index: len(examples["texts"][index]))
 
     def tokenize_once(

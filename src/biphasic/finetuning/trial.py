@@ -7,13 +7,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from biphasic.config.architecture import Architecture
-from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
+from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
 from biphasic.data.seeds import derive_seed
 from biphasic.devices import rank_device, require_precision
@@ -42,11 +43,6 @@ FAMILIES: dict[str, type[FinetuneTask]] = {
     "retrieval": Retrieval,
 }
 """The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
-_NOT_IN_NAME: dict[str, Any] = {
-    **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
-    "task": {"data": True, "scored_on": True},
-}
-"""Keys that don't affect the result, and paths, whose content is hashed instead."""
 _contents: dict[tuple[Any, ...], list[Any]] = {}
 """Hashes of everything that a trial reads."""
 
@@ -69,7 +65,7 @@ def trial_name(config: FinetuneConfig) -> str:
             [[table, folder.content_hash(table)] for folder, table in family.tables()],
             [(name, task.prompts_of(name)) for name in task.retrieval_sets] if task.kind == "retrieval" else [],
         ]
-    settings = config.model_dump(mode="json", exclude=_NOT_IN_NAME)
+    settings = config.model_dump(mode="json", exclude=NOT_IN_RESULT)
     content = json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
@@ -135,9 +131,8 @@ def train_and_score(
         model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
         results, files = task.evaluate(model)
         times.append(time.monotonic())
-    seconds = {
-        name: end - start for name, start, end in zip(("load", "train", "score"), times, times[1:], strict=False)
-    }
+    steps = zip(("load", "train", "score"), pairwise(times), strict=True)
+    seconds = {name: end - start for name, (start, end) in steps}
     about = {
         **summary,
         "parameters": sum(weight.numel() for weight in weights),

@@ -122,7 +122,7 @@ def score_table(rows: pd.DataFrame, seeds: int | None = None) -> ScoreTable:
     scores = pd.concat([_group_scores(rows), rows])
     by_cell = scores.groupby(["model", "group", "test_set"], sort=False)
     means = intervals(by_cell.score).rename(columns={"mean": "score", "count": "seeds"})
-    seeds = seeds or rows.seed.nunique()
+    seeds = int(rows.seed.nunique()) if seeds is None else seeds
     about = by_cell[["trained_on", "task", "metric", "lr", "chosen_validation"]].first()
     means = means.join(about).join(by_cell.settled.all())
     means["complete"] = means.settled & (means.seeds == seeds)

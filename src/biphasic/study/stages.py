@@ -191,16 +191,12 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
 def _exported(study: StudyConfig) -> list[str]:
     """Return the names of the exported models, and print the names of the others."""
     models = scored_models(study)
-    names = [name for name, model in models.items() if _is_exported(study, model)]
+    names = [name for name, model in models.items() if has_export(encoder_folder(study, name), model.source)]
     if not names:
         raise UserError(f"{study.local_folder}: no model of the study is exported yet: --stage export")
     if waiting := [name for name in models if name not in names]:
         print(f"not exported yet: {', '.join(waiting)}", flush=True)
     return names
-
-
-def _is_exported(study: StudyConfig, model: ScoredModel) -> bool:
-    return has_export(encoder_folder(study, model.name), model.source)
 
 
 def _required(study: StudyConfig, stage: Literal["finetune", "evaluate"]) -> str:

@@ -127,7 +127,6 @@ class Layout:
     """How many trials run at a time, and how they share devices."""
 
     slots: int
-    """Number of concurrent trials."""
     per_device: int
     """Number of concurrent trials on a GPU, or in total if there are no GPUs."""
     share_of_gpu: float = 0.0

@@ -59,11 +59,9 @@ class Rehearsal:
     setup: str = ""
     """The line that `configure_compute` returned."""
     microbatch: int = 0
-    """Number of rows in a microbatch."""
     state_bytes: int = 0
     """Weights, gradients and optimizer state after a batch."""
     peak_bytes: int = 0
-    """Peak memory of training."""
     phases: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each phase, the number of rows in a microbatch and the peak memory."""
     validation_peak_bytes: int = 0

@@ -56,9 +56,7 @@ class WorkerGroup(ABC):
     """Workers that run one job at a time each. A worker that dies is replaced."""
 
     cpus: int
-    """Number of cores for workers."""
     gpus: int
-    """Number of GPUs for workers."""
     lost: tuple[type[BaseException], ...] = (BrokenExecutor,)
     """The errors of a call whose worker died."""
     slots: list[Slot]
