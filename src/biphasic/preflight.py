@@ -18,6 +18,7 @@ from biphasic.amounts import format_bytes
 from biphasic.config.data import StreamConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device
@@ -249,9 +250,16 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     bucket, only the newest and the one being written are on the disk. Files that exist already are subtracted.
     """
     needs = []
-    for stream in config.splits.values():
-        if stream.remote is not None and (size := _cache_bytes(stream, config.data.cache_limit)) is not None:
-            needs.append((Path(stream.local), size))
+    limit = config.data.cache_limit
+    datasets = [*(each.streams for each in sources(config.inputs)), {"": config.data.validation}]
+    for dataset in datasets:
+        sizes = {
+            Path(s.local): _cache_bytes(s, limit) for s in dataset.values() if s is not None and s.remote is not None
+        }
+        known = {folder: size for folder, size in sizes.items() if size is not None}
+        # The limit is that of a mix's streams together.
+        share = 1.0 if limit is None else min(1.0, limit / max(sum(known.values()), 1))
+        needs += [(folder, round(size * share)) for folder, size in known.items()]
     checkpoints = plan(config, ranks).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
         most = 2 if is_remote(config.checkpoint_destination) else checkpoints["most"] or 2

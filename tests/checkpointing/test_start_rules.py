@@ -325,6 +325,18 @@ def test_nodes_have_the_same_configuration_and_rows(write_yaml: Write, tmp_path:
     )
     with pytest.raises(UserError, match=r"^node 1: optimizer.lr is 0.001 there, and 0.005 on node 0: give all nodes"):
         require_same_config(first, config_of(write_yaml(optimizer__lr=1e-3)), 1)
+    ramp = [{"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.15}}]
+    for one, other, key in (
+        ({"objective__phases": ramp}, {"objective__phases": [{"name": "mlm"}]}, "objective.phases.0.masking_ratio"),
+        ({"checkpoint__keep_at": ["5ba"]}, {}, "checkpoint.keep_at.0"),
+        ({"start_from": "runs/a"}, {}, "start_from"),
+    ):
+        configs = [config_of(write_yaml(**keys)) for keys in (one, other)]
+        for pair in (configs, configs[::-1]):
+            with pytest.raises(UserError, match=rf"^node 1: {key}.* is .* there, and .* on node 0"):
+                require_same_config(*pair, 1)
+    with pytest.raises(UserError, match=r"data.validation.index is None there"):
+        require_same_rows({"data.train.index": "x", "data.validation.index": "y"}, {"data.train.index": "x"}, 1)
     require_same_rows({"data.train.index": "x"}, {"data.train.index": "x"}, 1)
     with pytest.raises(UserError, match=r"^node 1: data.train.index is y there, and x on node 0: the rows are not"):
         require_same_rows({"data.train.index": "x"}, {"data.train.index": "y"}, 1)

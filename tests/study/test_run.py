@@ -105,9 +105,25 @@ class Trained:
     """The runs' states after the kill."""
 
 
+def write_stages(place: Path) -> None:
+    """Write a task's, a sweep's and an evaluation's YAML, and their sets."""
+    sets = make_sets(place, {"train": 64, "validation": 20, "test": 20})
+    task = toy_task("sst2", sets, Path("none"), place, max_duration="2ba").model_dump(mode="json") | {
+        "model": {"path": "none"}
+    }
+    (place / "task.yaml").write_text(yaml.safe_dump(task))
+    sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3],
+             "seeds": [0, 1], "tasks": {"sst2": str(place / "task.yaml")}}  # fmt: skip
+    (place / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    evaluation = {"job": "evaluate", "run_name": "x", "model": {"path": "none"}, "sets": [str(sets / "msmarco")],
+                  "cache": str(place / "cache"), "baselines": ["random"]}  # fmt: skip
+    (place / "evaluate.yaml").write_text(yaml.safe_dump(evaluation))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
     place = tmp_path_factory.mktemp("trained")
+    write_stages(place)
     stages = {"checkpoints": {"clm-mlm": [1, 5]}, "finetune": "sweep.yaml", "evaluate": "evaluate.yaml"}
     study = study_of(
         place,
@@ -197,20 +213,9 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
         ).backbone.state_dict()
         assert exported and all(torch.equal(value, checkpoint[key]) for key, value in exported.items())
 
-    sets = make_sets(place, {"train": 64, "validation": 20, "test": 20})
-    task = toy_task("sst2", sets, Path("none"), place, max_duration="2ba").model_dump(mode="json") | {
-        "model": {"path": "none"}
-    }
-    (place / "task.yaml").write_text(yaml.safe_dump(task))
-    sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3],
-             "seeds": [0, 1], "tasks": {"sst2": str(place / "task.yaml")}}  # fmt: skip
-    (place / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     assert sweep_config(study).models["mean"].steps == 6
     fine_tune(sweep_config(study))
 
-    evaluation = {"job": "evaluate", "run_name": "x", "model": {"path": "none"}, "sets": [str(sets / "msmarco")],
-                  "cache": str(place / "cache"), "baselines": ["random"]}  # fmt: skip
-    (place / "evaluate.yaml").write_text(yaml.safe_dump(evaluation))
     scored: list[str] = []
 
     def score(file: Path) -> int:
@@ -306,6 +311,11 @@ def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) 
     changed.base["global_batch_size"] = 8  # pyright: ignore[reportIndexIssue]
     started: list[Path] = []
     assert pretrain(changed, train=lambda file: started.append(file) or 1) == 0 and not started
+    # A run that is longer than the study's isn't its model.
+    shorter = study_of(trained.place, data)
+    shorter.base["max_duration"] = "4ba"  # pyright: ignore[reportIndexIssue]
+    config, state = expand(shorter)["clm"], read_states(shorter)["clm"]
+    assert not state.is_done(config) and state.trained > 4
 
 
 def test_a_run_starts_above_a_parent_that_kept_no_checkpoint_for_it(tmp_path: Path, data: Path) -> None:

@@ -12,7 +12,7 @@ from biphasic.errors import ConfigError, UserError
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain
 from biphasic.study.stages import check_stages, encoder_folder, evaluation_config, export, sweep_config
-from biphasic.study.state import RunState
+from biphasic.study.state import RunState, require_own_folders
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,3 +96,18 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("biphasic.study.stages.read_states", lambda _: states)
     with pytest.raises(UserError, match=r"^610m-clm-42k-1000: its checkpoints can't be read \("):
         export(study)
+
+
+def test_a_study_in_a_bucket_needs_local_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = paper_study(tmp_path, monkeypatch).model_copy(
+        update={"folder": "s3://bucket/paper", "output": str(tmp_path)}
+    )
+    file = tmp_path / "610m-clm-42k" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("checkpoint: {folder: s3://bucket/paper/610m-clm-42k}")
+    require_own_folders(study)
+    file.write_text("checkpoint: {folder: s3://bucket/610m-clm-42k}")
+    with pytest.raises(
+        UserError, match=r"^output .*: .*/610m-clm-42k is of the run that saves to s3://bucket/610m-clm-42k: set"
+    ):
+        sweep_config(study)

@@ -57,17 +57,20 @@ def _last_batch(manifest: Manifest) -> TrainingProgress:
 
 def require_same_config(first: PretrainConfig, config: PretrainConfig, node: int) -> None:
     """Check that a node's configuration is that of the first rank, but for paths. Raises a UserError."""
-    expected = dict(flatten(first))
-    for key, value in flatten(config):
-        if key.rpartition(".")[2] not in _PATHS and value != expected.get(key, value):
-            there = f"{key} is {value} there, and {expected[key]} on node 0"
-            raise UserError(f"node {node}: {there}: give all nodes the same YAML and overrides")
+    expected, own = dict(flatten(first)), dict(flatten(config))
+    for key in dict.fromkeys([*own, *expected]):
+        here, there = own.get(key, "not given"), expected.get(key, "not given")
+        if key.rpartition(".")[2] in _PATHS:
+            here, there = here is None, there is None
+        if here != there:
+            values = f"{key} is {own.get(key)} there, and {expected.get(key)} on node 0"
+            raise UserError(f"node {node}: {values}: give all nodes the same YAML and overrides")
 
 
 def require_same_rows(first: dict[str, str], indexes: dict[str, str], node: int) -> None:
     """Check that a node's datasets are those of the first rank, by the hashes of their indexes. Raises a UserError."""
-    for key, index in indexes.items():
-        if index != first.get(key):
+    for key in dict.fromkeys([*indexes, *first]):
+        if (index := indexes.get(key)) != first.get(key):
             raise UserError(
                 f"node {node}: {key} is {index} there, and {first.get(key)} on node 0: the rows are not the same"
             )

@@ -60,6 +60,10 @@ class Duration:
         # Rounding before ceil removes floating-point errors: 0.07 * 100 is 7.000000000000001 but must give 7 batches.
         return Duration(math.ceil(round(self.value * total.value, 6)), total.unit)
 
+    def is_whole_of(self, total: Duration) -> bool:
+        """Return False for a share of epochs that is not a number of epochs, and so can't be resolved as it is."""
+        return self.unit != "dur" or total.unit != "ep" or not round(self.value * total.value, 6) % 1
+
     def __str__(self) -> str:
         return f"{self.value!r}".removesuffix(".0") + "dur" if self.unit == "dur" else f"{int(self.value)}{self.unit}"
 

@@ -52,7 +52,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     except ConfigError as error:
         lacks_keys = all(_LACKING.match(problem.message) for problem in error.problems)
         if Path(file).parent.name == _BASES and lacks_keys:
-            raise ConfigError([_base_problem(Path(file))]) from None
+            raise ConfigError([_base_problem(Path(file), [problem.key for problem in error.problems])]) from None
         raise
     if config.job == "study":
         from biphasic.config.study import expand
@@ -70,7 +70,7 @@ def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = 
     return config
 
 
-def _base_problem(file: Path) -> Problem:
+def _base_problem(file: Path, keys: list[str]) -> Problem:
     """Return the problem that a base can't be run by itself. It names YAMLs that build on it."""
     name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
     yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
@@ -79,7 +79,7 @@ def _base_problem(file: Path) -> Problem:
         with suppress(OSError):  # a folder, a dangling link, a file of another user
             users += [str(path)] if name.search(path.read_text(encoding="utf-8", errors="replace")) else []
     advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in a YAML's `defaults:`"
-    return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
+    return Problem(str(file), "", f"is a base, which lacks {', '.join(keys)} and isn't run by itself; {advice}")
 
 
 def dump(config: BaseModel) -> str:

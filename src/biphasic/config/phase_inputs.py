@@ -96,6 +96,8 @@ def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks
         if getattr(phases[0], name) is not None:
             message = f"the first phase has the run's own {name}: set that instead"
             yield [f"{phase_key(0)}.{name}"], message
+    if phases[0].reset_optimizer:
+        yield [f"{phase_key(0)}.reset_optimizer"], "has no effect: the first phase begins with a new state"
     folders = {normpath(stream.local): key for key, stream in inputs[0].data.splits.items()}
     for index, (phase, own) in enumerate(zip(phases, inputs, strict=True)):
         if not index:

@@ -273,7 +273,7 @@ class PretrainConfig(RunConfig):
             return
         if not interval.resolve(end).value:
             yield [key], "expected a positive length"
-        elif interval.unit == "dur" and end.unit == "ep" and round(interval.value * end.value, 6) % 1:
+        elif not interval.is_whole_of(end):
             yield [key, "max_duration"], f"expected whole epochs, or a length in another unit; got {interval} of {end}"
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
@@ -299,6 +299,8 @@ class PretrainConfig(RunConfig):
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shapes.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"
+            elif not time.is_whole_of(end):
+                yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected whole epochs; got {time} of {end}"
         keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):
             if name == "max_duration":

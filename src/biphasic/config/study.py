@@ -29,6 +29,7 @@ from biphasic.config.base import (
     within,
 )
 from biphasic.config.check import check
+from biphasic.config.data import expand_folder
 from biphasic.config.durations import Duration
 from biphasic.config.merging import MergeShape, merge_weights
 from biphasic.config.pretrain import PretrainConfig
@@ -256,7 +257,7 @@ def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
     assert study.base_file is not None
     # The base file may interpolate these two keys.
     own = [format_override(key, value) for key, value in (("run_name", config.run_name), ("output", config.output))]
-    differences = _differences(config, read_tree(study.base_file, own).content(), "")
+    differences = _differences(config, expand_folder(read_tree(study.base_file, own).content()), "")
     return [*own, *(format_override(key, value) for key, value in differences)]
 
 

@@ -180,7 +180,10 @@ def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, ba
     if any(phase.until is None for phase in phases[:-1]) or phases[-1].until is not None:
         return
     for span in resolve_phases(phases, max_duration):
-        key = f"objective.phases.{span.index}"
+        key, until = f"objective.phases.{span.index}", span.phase.until
+        if until is not None and not until.is_whole_of(max_duration):
+            message = f"expected whole epochs, or a length in another unit; got {until} of {max_duration}"
+            yield [f"{key}.until", "max_duration"], message
         if span.phase.until is not None and batch.not_before(span.end, max_duration):
             message = f"the phase must end before the run does (max_duration: {max_duration}); got {span.end}"
             yield [f"{key}.until", "max_duration"], message

@@ -25,11 +25,9 @@ from biphasic.errors import PREEMPTED, UserError
 from biphasic.signals import noted_signals
 from biphasic.storage import is_remote, open_store
 from biphasic.study.stages import check_stages
-from biphasic.study.state import is_ready, read_states, starting_run
+from biphasic.study.state import RUN_FILE, is_ready, read_states, starting_run
 from biphasic.study.tree import StudyRun, study_runs
 
-RUN_FILE = "run.yaml"
-"""The resolved YAML of a run, in its local folder."""
 _ROOT = Path(__file__).parents[3]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -44,11 +42,13 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
     """
     check_stages(study)
     configs, tree = study_runs(study)
-    states, executor = read_states(study), study.executor
+    executor = study.executor
+    # Before the states: a job that ends meanwhile is done then.
+    jobs = jobs_in_slurm() if isinstance(executor, SlurmExecutor) else {}
+    states = read_states(study)
     for name, config in configs.items():
         for line in states[name].drift(config):
             print(f"WARNING: {name} was trained with another configuration: {line}", flush=True)
-    jobs = jobs_in_slurm() if isinstance(executor, SlurmExecutor) else {}
     started = 0
     for run in tree.values():
         if started and isinstance(executor, LocalExecutor):
@@ -56,10 +56,14 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
         if states[run.name].is_done(configs[run.name]):
             continue
         job = _job_name(study, run.name)
+        waits_for = () if is_ready(run, configs, states) else run.needs
+        after = [jobs[job] for job in (_job_name(study, name) for name in waits_for) if job in jobs]
+        config = resolved(study, run, configs[run.name], run.parent if after else starting_run(run, tree, states))
         if job in jobs:
+            # A job that waits reads the file when it starts, and other runs may need more of it now.
+            open_store(str(config.run_folder)).write(RUN_FILE, dump(config).encode())
             print(f"{run.name}: job {jobs[job]} is in the queue", flush=True)
             continue
-        waits_for = () if is_ready(run, configs, states) else run.needs
         if waits_for and isinstance(executor, CommandExecutor):
             print(f"{run.name}: waits for {' and '.join(waits_for)}", flush=True)
             continue
@@ -67,8 +71,6 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
             break
         if waits_for and isinstance(executor, LocalExecutor):
             raise UserError(f"{run.name}: the checkpoints of {' and '.join(waits_for)} that it starts from are missing")
-        after = [jobs[job] for job in (_job_name(study, name) for name in waits_for) if job in jobs]
-        config = resolved(study, run, configs[run.name], run.parent if after else starting_run(run, tree, states))
         open_store(str(config.run_folder)).write(RUN_FILE, dump(config).encode())
         file, start, status = config.run_folder / RUN_FILE, _describe_start(run, config), 0
         if isinstance(executor, SlurmExecutor):

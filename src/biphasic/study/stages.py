@@ -19,7 +19,7 @@ from biphasic.config.sweep import SweepConfig, SweepModel
 from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.export.folder import has_export
 from biphasic.storage import join, open_store, user_errors
-from biphasic.study.state import read_states
+from biphasic.study.state import read_states, require_own_folders
 from biphasic.study.tree import owner_of, study_runs
 from biphasic.sweep.grid import trial_configs
 
@@ -190,6 +190,7 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
 
 def _exported(study: StudyConfig) -> list[str]:
     """Return the names of the exported models, and print the names of the others."""
+    require_own_folders(study)
     models = scored_models(study)
     names = [name for name, model in models.items() if has_export(encoder_folder(study, name), model.source)]
     if not names:

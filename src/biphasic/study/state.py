@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
 from biphasic.checkpointing.start_rules import past_differences
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import phase_paths
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
 from biphasic.study.tree import StudyRun
+
+RUN_FILE = "run.yaml"
+"""The resolved YAML of a run, in its local folder."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,10 @@ class RunState:
         return 0 if self.newest is None else self.newest.batch
 
     def is_done(self, config: PretrainConfig) -> bool:
-        """Return whether the newest checkpoint is the end of the run."""
-        return self.newest is not None and self.newest.progress.reached(config.max_duration)
+        """Return whether the newest checkpoint is the end of the run, and not that of a longer one."""
+        if self.newest is None or not self.newest.progress.reached(config.max_duration):
+            return False
+        return not TrainingProgress(*self.newest.run["last_batch"]).reached(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:
         """Return a line for each key whose value in the run's checkpoints differs from the study's.
@@ -49,8 +58,26 @@ class RunState:
         ]
 
 
+def require_own_folders(study: StudyConfig) -> None:
+    """Raise a UserError if a local folder of a study in a bucket is that of another run, which has the same `output`."""
+    for name in study.models if study.local_folder != study.folder else ():
+        for file in (Path(study.local_folder, name, each) for each in ("config.yaml", RUN_FILE)):
+            with user_errors(f"{file}: can't be read", yaml.YAMLError, LookupError, TypeError):
+                folder = (
+                    yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoint"]["folder"] if file.is_file() else None
+                )
+            if folder not in (None, study.checkpoints_of(name)):
+                raise UserError(
+                    f"output {study.output}: {file.parent} is of the run that saves to {folder}: set another output"
+                )
+
+
 def read_states(study: StudyConfig) -> dict[str, RunState]:
-    """Return the state of each model's run. Raises a UserError if the folder or bucket can't be read."""
+    """Return the state of each model's run.
+
+    Raises a UserError if the folder or bucket can't be read, or a model's local folder is another run's.
+    """
+    require_own_folders(study)
     return {name: _read_state(study.checkpoints_of(name)) for name in study.models}
 
 
