@@ -122,11 +122,19 @@ def test_the_newest_commit_is_looked_up_and_recorded(
     repository.revisions["main"] = NEWER
     # Unfinished, and the dataset has moved on since: what was begun is not mixed with other text.
     (tmp_path / "out" / "conversion.json").unlink()
-    started = {"config": record["config"], "tokenizer": record["tokenizer"]["sha256"], "commit": COMMIT, "units": {}}
+    started = {"config": record["config"], "tokenizer": record["tokenizer"], "commit": COMMIT, "units": {}}
     (tmp_path / "out" / "conversion.started").write_text(json.dumps(started))
     moved = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
     assert moved.returncode == 2
     assert f"now it is {NEWER}: set source.revision: {COMMIT} to finish it" in moved.stderr
+    finished = run(hub, tmp_path, config_for([], source={**source, "revision": COMMIT}, cluster={"workers": 1}))
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["source"]["commit"] == COMMIT
+    # The commit may be named, and another may not.
+    again = run(hub, tmp_path, config_for([], source={**source, "revision": COMMIT}, cluster={"workers": 1}))
+    assert "nothing to do" in again.stdout, again.stdout + again.stderr
+    other = run(hub, tmp_path, config_for([], source={**source, "revision": NEWER}, cluster={"workers": 1}))
+    assert other.returncode == 2 and f"holds a conversion of commit {COMMIT}, not of" in other.stderr
 
 
 @pytest.mark.parametrize(

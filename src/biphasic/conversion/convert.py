@@ -34,12 +34,21 @@ from biphasic.conversion.output import (
     write_error_message,
 )
 from biphasic.conversion.pool import Job, Progress, UnitResult, open_pool
-from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
+from biphasic.conversion.sources import (
+    FileLayout,
+    Sources,
+    describe_unread,
+    find_files,
+    find_hub_files,
+    hub_commit,
+    inspect_files,
+)
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.storage import user_errors
 
 _ADVICE = "restore the file and run the same command again, or set on_bad_file: skip"
 
@@ -56,7 +65,12 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     context = ConversionContext.of(config, tokenizer)
     finished = read_record(config.output)
     if finished is not None:
-        require_same_settings("a conversion", finished["config"], finished["tokenizer"]["sha256"], context)
+        require_same_settings("a conversion", finished["config"], finished["tokenizer"], context)
+        commit, revision = finished["source"]["commit"], getattr(config.source, "revision", None)
+        with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
+            if revision not in (None, commit) and hub_commit(getattr(config.source, "path", ""), revision) != commit:
+                message = f"holds a conversion of commit {commit}, not of source.revision: {revision}"
+                raise UserError(f"output {config.output} {message}: choose another output, or remove it")
         require_same_files(finished, config.output, source_files(config, finished["source"]["commit"]).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished

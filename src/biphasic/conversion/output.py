@@ -34,6 +34,7 @@ from biphasic.conversion.work_units import (
 )
 from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import (
@@ -107,16 +108,23 @@ def require_record(output: str) -> dict[str, Any]:
     raise UserError(f"{output}: is an unfinished conversion: {state}; run `biphasic convert` again to finish it")
 
 
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what decides the ids in rows: the hash of `tokenizer.json`, and the ids of special tokens, by role."""
+    return {"sha256": tokenizer.sha256, **{f"{role}_id": id for role, id in tokenizer.role_ids.items()}}
+
+
 def require_same_settings(
-    kind: str, config: dict[str, Any], tokenizer: str, context: ConversionContext, *free_keys: str
+    kind: str, config: dict[str, Any], tokenizer: dict[str, Any], context: ConversionContext, *free_keys: str
 ) -> None:
     """Check that the conversion in an output has the requested settings, except for `free_keys` and `FREE_KEYS`.
 
-    Raises a UserError that names the settings that differ.
+    A hub dataset's revision is not compared, because its commit is. Raises a UserError that names the settings that differ.
     """
-    current = context.config.model_dump(mode="json")
+    current, config = ({**each, "source": {**each["source"], "revision": None}} for each in (
+        context.config.model_dump(mode="json"), config))  # fmt: skip
     different = [key for key in current if key not in (*FREE_KEYS, *free_keys) and config.get(key) != current[key]]
-    different += ["tokenizer"] if tokenizer != context.tokenizer.sha256 else []
+    own = tokenizer_record(context.tokenizer)
+    different += ["tokenizer"] if {key: tokenizer.get(key) for key in own} != own else []
     if different:
         message = f"holds {kind} with other settings ({', '.join(different)})"
         raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
@@ -162,7 +170,7 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
                 raise UserError(f"output {output} {message}: set source.revision: {earlier} to finish it")
         started = {
             "config": context.config.model_dump(mode="json"),
-            "tokenizer": context.tokenizer.sha256,
+            "tokenizer": tokenizer_record(context.tokenizer),
             "commit": commit,
             "units": {unit.name: unit.description for unit in units},
         }
@@ -261,9 +269,8 @@ def publish(
             "unread": sources.unread,
         },
         "tokenizer": {
-            "sha256": tokenizer.sha256,
+            **tokenizer_record(tokenizer),
             "vocab_size": tokenizer.vocab_size,
-            **{f"{role}_id": token_id for role, token_id in tokenizer.role_ids.items()},
         },
         "sequence_length": config.sequence_length,
         "dtype": token_dtype(tokenizer.vocab_size),
@@ -283,7 +290,8 @@ def publish(
     }
     store.remove(set(store.list()) - kept - {CONVERSION_STARTED, CONVERSION_LOG})
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
+        with user_errors(f"temporary folder {folder}: can't be written", Exception):  # the library raises bare ones
+            tokenizer.save(Path(folder))
         for file in sorted(Path(folder).iterdir()):
             store.write(f"tokenizer/{file.name}", file.read_bytes())
     for name, index in sorted(indexes.items(), reverse=True):

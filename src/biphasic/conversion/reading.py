@@ -8,6 +8,7 @@ import errno
 import hashlib
 import io
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
 from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error
+from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error, user_errors
 from biphasic.storage.hub import hub_errors
 
 _BATCH_ROWS = 1000
@@ -85,6 +86,19 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
     """
     kind, readers = kind_of(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
     return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
+
+
+def require_unchanged(file: SourceFile) -> None:
+    """Raise a UserError if a file has changed since it was listed. Files of the hub are those of one commit."""
+    if file.path.startswith("hf://"):
+        return
+    folder, name = posixpath.split(file.path)
+    with user_errors(f"source {file.path}: can't be read"):
+        now = open_store(folder or ".").stat(name)
+    if now is None or (now.bytes, now.version) != (file.bytes, file.version):
+        raise UserError(
+            f"source {file.path}: has changed since this command began: run it again once it stays as it is"
+        )
 
 
 def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str]) -> Iterator[Document | Skipped]:

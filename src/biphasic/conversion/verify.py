@@ -108,7 +108,9 @@ class Verification:
             self.summary.append(f"{split}: {counts['rows']:,} of {expected['rows']:,} rows were read without fault")
             return
         config = self.record["config"]
-        each_ends_with_eos = config["add_eos"] and config["max_tokens"] is None
+        tokenizer = self.record["tokenizer"]
+        counts_eos = not (config["add_bos"] and tokenizer["bos_id"] == tokenizer["eos_id"])
+        each_ends_with_eos = config["add_eos"] and config["max_tokens"] is None and counts_eos
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
                 self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")

@@ -88,7 +88,7 @@ class ConversionContext:
         if config.source.kind == "files":
             keys["text_files"] = config.source.text_files
         keys |= {"validation_end": end} if end != default else {}
-        text = json.dumps([_FORMAT, tokenizer.sha256, keys], sort_keys=True)
+        text = json.dumps([_FORMAT, tokenizer.sha256, tokenizer.role_ids, keys], sort_keys=True)
         return ConversionContext(config, tokenizer, hashlib.sha256(text.encode()).hexdigest(), end)
 
 

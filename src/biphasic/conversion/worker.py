@@ -25,7 +25,7 @@ from biphasic.conversion.packing import (
     padded,
     token_dtype,
 )
-from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage
+from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
 from biphasic.conversion.work_units import (
     ConversionContext,
     UnitRecord,
@@ -150,6 +150,7 @@ class _UnitConversion:
                     yield entry
                 else:
                     self._skip(entry)
+            require_unchanged(file)
 
     def _skip(self, entry: Skipped) -> None:
         if entry.kind == FILTERED:
