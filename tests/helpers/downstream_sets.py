@@ -127,6 +127,7 @@ def make_all(root: Path, labels: list[str]) -> dict[str, str]:
     places = {f"tasks.{task}.source.path": glue for task in ("sst2", "mnli", "qqp")}
     places["tasks.conll2003.source.path"] = make_tokens(root / "conll", "words", "ner", NUMBER)
     places["tasks.ontonotes5.source.path"] = make_tokens(root / "ontonotes", "tokens", "tags", NUMBER)
+    places["tasks.ontonotes5.source.revision"] = "null"  # of the hub
     more = {"idx": "weblog-1", "text": "…", "annotator": "x"}
     uner = make_tokens(root / "uner", "tokens", "ner_tags", ClassLabel(names=labels), more)
     places["tasks.uner.source.path"] = uner
