@@ -16,6 +16,7 @@ import pytest
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert
+from biphasic.conversion.output import tokenizer_record
 from biphasic.conversion.sources import find_files
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
@@ -173,7 +174,7 @@ def test_a_failing_upload_is_named(bucket: Path, config_for: Make) -> None:
 
 
 def started(config: ConvertConfig) -> dict[str, Any]:
-    tokenizer = load_tokenizer(config.tokenizer).sha256
+    tokenizer = tokenizer_record(load_tokenizer(config.tokenizer))
     return {"config": config.model_dump(mode="json"), "tokenizer": tokenizer, "commit": None, "units": {}}
 
 

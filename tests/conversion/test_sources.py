@@ -201,7 +201,7 @@ _S3 = "When reading information for key 'a' in bucket 'b': AWS Error NETWORK_CON
         (PermissionError(errno.EACCES, "Permission denied"), UserError),
         (OSError(_S3), UserError),
         (ConnectionError("reset"), Unavailable),
-        (_BUSY, UserError),
+        (_BUSY, Unavailable),
         (_NO_HOST, Unavailable),
     ],
 )

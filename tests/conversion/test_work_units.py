@@ -264,7 +264,7 @@ def test_a_budget_ends_the_text_also_before_validation_documents(
         (tmp_path / "all" / name).unlink()
     started = {
         "config": everything["config"],
-        "tokenizer": everything["tokenizer"]["sha256"],
+        "tokenizer": everything["tokenizer"],
         "commit": None,
         "units": {},
     }
