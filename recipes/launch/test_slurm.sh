@@ -152,10 +152,10 @@ run=$work/third/study/trunk
 study() { NPROC=2 BIPHASIC_RESTARTS=0 BIPHASIC_PREFLIGHT=0 python src/main.py "$yaml"; }
 queue() { squeue --noheader --format='%j %T %E %i' | grep '^study\.' | sort; }
 job_of() { queue | sed -n "s/^study\.$1\.[0-9a-f]* .* //p"; }
-waiting() { (($(queue | grep -c "^study\.\(early\|late\)\.[0-9a-f]* PENDING afterok:$job"'\b') == 2)); }
+waiting() { (($(queue | grep -c "^study\.\(early\|late\)\.[0-9a-f]* PENDING afterok:$job"'\b') == $1)); }
 study
 job=$(job_of trunk)
-until_true 5 "the branches wait for the trunk's job $job" waiting
+until_true 5 "the branches wait for the trunk's job $job" waiting 2
 # Started again, it submits nothing twice.
 study
 if (($(queue | wc -l) != 3)); then queue; say "a run was submitted twice"; exit 1; fi
@@ -163,16 +163,20 @@ until_true 240 "job $job trains" trains
 urgent=$(sbatch --parsable --partition=high --exclusive --output="$work/urgent.out" --wrap 'sleep 3')
 until_true 90 "job $urgent of the partition with priority has made job $job go back into the queue" requeued
 before=$(trained)
-until_true 5 "the branches still wait for job $job" waiting
+until_true 5 "the branches still wait for job $job" waiting 2
 until_true 240 "job $job trains again" trains $((before + 20))
 # A machine fails: nothing is saved, and Slurm releases neither the branches nor their dependency.
 scontrol listpids "$job" | awk 'NR > 1 && $1 > 1 { print $1 }' | xargs kill -KILL
 until_true 60 "job $job has failed" is "$job" FAILED
-# The same command submits what is missing.
+# The same command submits what is missing. A branch whose batch the trunk has saved waits for nothing.
+unsaved=0
+for batch in 100 200; do
+    if [[ ! -e $run/checkpoints/ba$batch.json ]]; then unsaved=$((unsaved + 1)); fi
+done
 study
 queue
 job=$(job_of trunk)
-until_true 90 "the new jobs of the branches wait for the trunk's new job $job" waiting
+until_true 90 "$unsaved new jobs of the branches wait for the trunk's new job $job" waiting $unsaved
 study_done() { (($(python src/main.py "$yaml" --plan --json | grep -c '"state": "done"') == 3)); }
 until_true 400 "the study's runs are done" study_done
 python recipes/launch/tiny_run.py check-study "$work/third" 300
