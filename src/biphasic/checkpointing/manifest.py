@@ -75,9 +75,18 @@ class Manifest:
         return TrainingProgress(self.batch, *(self.run[name] for name in ("rows", "tokens", "epochs")))
 
     @property
+    def last_batch(self) -> TrainingProgress:
+        """The batches, rows, tokens and epochs trained when the checkpoint's last batch began."""
+        return TrainingProgress(*self.run["last_batch"])
+
+    @property
     def sha256(self) -> str:
         """Hash of the manifest's file, and so of the checkpoint."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def is_first_at(self, time: Duration) -> bool:
+        """Return whether no earlier batch of the run had reached a time that this checkpoint has."""
+        return self.progress.reached(time) and not self.last_batch.reached(time)
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file (JSON)."""
@@ -265,16 +274,11 @@ def outdated_checkpoints(
             manifest = _inspect(folder, entries, batch).manifest
             if manifest is None:
                 continue
-            if manifest.run.get("kept") or any(_reached_first(manifest, at) for at in branch_points):
+            if manifest.run.get("kept") or any(map(manifest.is_first_at, branch_points)):
                 kept[name] = entries[name]
         complete.append(batch)
     marked = {batch for batch in complete if kept.get(manifest_name(batch)) == entries[manifest_name(batch)]}
     return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))
-
-
-def _reached_first(manifest: Manifest, time: Duration) -> bool:
-    """Return whether a checkpoint is the first one at or after a time of its run."""
-    return manifest.progress.reached(time) and not TrainingProgress(*manifest.run["last_batch"]).reached(time)
 
 
 def is_replaced(name: str, manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from biphasic.amounts import format_bytes
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, newest_first
 from biphasic.checkpointing.start_rules import batch_in_path, checkpoint_folder, recorded_config
-from biphasic.config.durations import Duration, TrainingProgress
+from biphasic.config.durations import Duration
 from biphasic.config.merging import merge_weights
 from biphasic.config.timeline import decay_start, resolve_phases
 from biphasic.data.tokenizer import load_tokenizer
@@ -84,7 +84,7 @@ def stable_checkpoints(folder: str) -> Iterator[Manifest]:
     """
     starts: list[Duration] = []
     for manifest in filter(None, (checkpoint.manifest for checkpoint in newest_first(open_store(folder)))):
-        config, last_batch = recorded_config(manifest), TrainingProgress(*manifest.run["last_batch"])
+        config, last_batch = recorded_config(manifest), manifest.last_batch
         if last_batch.reached(decay_start(config.schedule, config.max_duration)):
             continue
         phases = [span.start for span in resolve_phases(config.objective.phases, config.max_duration)]

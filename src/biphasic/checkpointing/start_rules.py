@@ -47,12 +47,7 @@ def past_differences(manifest: Manifest, config: PretrainConfig, overrides: Sequ
     if constants:
         return constants
     difference = first_difference(recorded, config, overrides)
-    return [] if difference is None or not difference.is_past(_last_batch(manifest)) else [difference]
-
-
-def _last_batch(manifest: Manifest) -> TrainingProgress:
-    """Return when the checkpoint's last batch began."""
-    return TrainingProgress(*manifest.run["last_batch"])
+    return [] if difference is None or not difference.is_past(manifest.last_batch) else [difference]
 
 
 def require_same_config(first: PretrainConfig, config: PretrainConfig, node: int) -> None:
@@ -135,7 +130,7 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
             + (f", or allow the difference: checkpoint.resume_overrides=[{allowed}]" if allowed else "")
         )
     _require_same_place(manifest, config)
-    if _last_batch(manifest).reached(config.max_duration):
+    if manifest.last_batch.reached(config.max_duration):
         raise UserError(
             f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
             "least that length, or another run_name"
@@ -145,10 +140,7 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
 def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
     """Raise a UserError if a phase that has begun would begin again. Phases that all read the same may do so."""
     recorded = recorded_config(manifest)
-    old, new = (
-        phase_at(resolve_phases(one.objective.phases, one.max_duration), now).index
-        for one, now in ((recorded, _last_batch(manifest)), (config, manifest.progress))
-    )
+    old, new = _phase_index(recorded, manifest.last_batch), _phase_index(config, manifest.progress)
     if new < old and any(inputs_differ(one.inputs) for one in (recorded, config)):
         raise UserError(
             f"{config.run_name}: its checkpoint {manifest.path} was trained in phase {old} and would continue in phase "
@@ -159,9 +151,9 @@ def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
 
 def _require_same_place(manifest: Manifest, config: PretrainConfig) -> None:
     """Raise a UserError if a run would lose its place in the data, which is counted in batches of the phases so far."""
-    recorded, last_batch = recorded_config(manifest), _last_batch(manifest)
+    recorded = recorded_config(manifest)
     before, now = (
-        [(each.source, each.rows) for each in one.inputs[: _phase_index(one, last_batch) + 1]]
+        [(each.source, each.rows) for each in one.inputs[: _phase_index(one, manifest.last_batch) + 1]]
         for one in (recorded, config)
     )
     if not any(inputs_differ(one.inputs) for one in (recorded, config)):
@@ -199,7 +191,7 @@ def _changed_indexes(
     manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the streams that a run with `config` has read at the checkpoint and whose indexes differ."""
-    recorded, last_batch = manifest.run["indexes"], _last_batch(manifest)
+    recorded, last_batch = manifest.run["indexes"], manifest.last_batch
     begun = [
         phase_key(span.index)
         for span in resolve_phases(config.objective.phases, config.max_duration)

@@ -66,12 +66,10 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     finished = read_record(config.output)
     if finished is not None:
         require_same_settings("a conversion", finished["config"], finished["tokenizer"], context)
-        commit, revision = finished["source"]["commit"], getattr(config.source, "revision", None)
-        with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
-            if revision not in (None, commit) and hub_commit(getattr(config.source, "path", ""), revision) != commit:
-                message = f"holds a conversion of commit {commit}, not of source.revision: {revision}"
-                raise UserError(f"output {config.output} {message}: choose another output, or remove it")
-        require_same_files(finished, config.output, source_files(config, finished["source"]["commit"]).files)
+        commit = finished["source"]["commit"]
+        if isinstance(config.source, HubSource):
+            _require_same_commit(config.source, commit, config.output)
+        require_same_files(finished, config.output, source_files(config, commit).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
     sources = source_files(config)
@@ -93,6 +91,15 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
             return publish(output, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
+
+
+def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:
+    """Raise a UserError if the revision of a hub dataset is not the commit that an output was converted from."""
+    revision = source.revision
+    with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
+        if revision not in (None, commit) and hub_commit(source.path, revision) != commit:
+            message = f"holds a conversion of commit {commit}, not of source.revision: {revision}"
+            raise UserError(f"output {output} {message}: choose another output, or remove it")
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:

@@ -120,8 +120,10 @@ def require_same_settings(
 
     A hub dataset's revision is not compared, because its commit is. Raises a UserError that names the settings that differ.
     """
-    current, config = ({**each, "source": {**each["source"], "revision": None}} for each in (
-        context.config.model_dump(mode="json"), config))  # fmt: skip
+    current, config = (
+        {**each, "source": {**each["source"], "revision": None}}
+        for each in (context.config.model_dump(mode="json"), config)
+    )
     different = [key for key in current if key not in (*FREE_KEYS, *free_keys) and config.get(key) != current[key]]
     own = tokenizer_record(context.tokenizer)
     different += ["tokenizer"] if {key: tokenizer.get(key) for key in own} != own else []

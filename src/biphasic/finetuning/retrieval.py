@@ -132,13 +132,13 @@ class Retrieval(FinetuneTask):
         """Return the scores, and a ranking for each set, further dimension and split, `SET-d256-SPLIT.run.gz`."""
         results, files = [], {}
         for name, folder in self._scored_sets().items():
+            if not (splits := _judged_splits(folder)):
+                raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
             documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
-            if not _judged_splits(folder):
-                raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
-            for split in _judged_splits(folder):
+            for split in splits:
                 qrels: Qrels = {}
                 for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
                     qrels.setdefault(query, {})[document] = grade

@@ -125,12 +125,11 @@ def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dty
         return requested
     if device != "cuda":
         return "sdpa"
-    fitting = [
-        each for each in ("varlen", "flash2", "flex") if missing_option(hf_config, each, dtype, training) is None
-    ]
-    if "varlen" in fitting and "flash2" in fitting:
-        fitting.remove("flash2")
-    return next((backend for backend in fitting if backend_available(backend)), "sdpa")
+    packed = "flash2" if missing_option(hf_config, "varlen", dtype, training) else "varlen"
+    for backend in (packed, "flex"):
+        if missing_option(hf_config, backend, dtype, training) is None and backend_available(backend):
+            return backend
+    return "sdpa"
 
 
 def missing_option(hf_config: Any, backend: str, dtype: torch.dtype, training: bool) -> str | None:

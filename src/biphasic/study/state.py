@@ -10,7 +10,6 @@ import yaml
 
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
 from biphasic.checkpointing.start_rules import past_differences
-from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import phase_paths
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
@@ -36,9 +35,7 @@ class RunState:
 
     def is_done(self, config: PretrainConfig) -> bool:
         """Return whether the newest checkpoint is the end of the run, and not that of a longer one."""
-        if self.newest is None or not self.newest.progress.reached(config.max_duration):
-            return False
-        return not TrainingProgress(*self.newest.run["last_batch"]).reached(config.max_duration)
+        return self.newest is not None and self.newest.is_first_at(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:
         """Return a line for each key whose value in the run's checkpoints differs from the study's.

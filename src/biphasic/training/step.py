@@ -186,7 +186,6 @@ class ObjectiveSchedule(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Replace the rank's rows by a `PreparedBatch`. At a phase's first batch, reset the optimizer if configured."""
-        first_row = int(state.batch["row_ids"][0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportIndexIssue]
         rows: Batch = state.device.batch_to_device(state.batch)
         if event == Event.EVAL_BATCH_START:
             self._set_positions(phase_at(self.resolved_phases, self.last_batch).index)
@@ -203,6 +202,8 @@ class ObjectiveSchedule(Algorithm):
                 optimizer.state.clear()  # Adam's moments and step counts; learning rates don't change
         self.last_batch = now
         self._set_positions(span.index)
+        # From the loader's batch, since reading a number on the device would wait for it.
+        first_row = int(state.batch["row_ids"][0])  # pyright: ignore[reportArgumentType, reportCallIssue, reportIndexIssue]
         torch.manual_seed(derive_seed("dropout", self.seed, now.batches, first_row))
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
         counter = now.batches if self.inputs[span.index].data.mix is not None else rows["epoch"]
