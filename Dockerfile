@@ -1,6 +1,6 @@
 # The GPU image: the same lock as everywhere, and FlashAttention 4. Nothing is compiled for attention.
 #
-#     docker build --build-arg COMMIT="$(git describe --always --abbrev=40 --dirty=+changes)" -t biphasic .
+#     docker build --build-arg COMMIT="$(git describe --always --abbrev=40 --match= --dirty=+changes)" -t biphasic .
 #     mkdir -p runs data
 #     docker run --rm --init --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 --user "$(id -u):$(id -g)" \
 #         -v "$PWD/runs:/app/runs" -v "$PWD/data:/app/data" -e BUCKET -e AWS_ACCESS_KEY_ID -e AWS_SECRET_ACCESS_KEY \

@@ -143,11 +143,11 @@ bench-search: env
 bench-retrieval: env
 	$(BIN)/python benchmarks/retrieval.py
 
-# About five minutes. Writes benchmarks/results/mining.*.
+# About ten minutes. Writes benchmarks/results/mining.*.
 bench-mining: env
 	$(BIN)/python benchmarks/mining.py
 
-# Up to 10 minutes on one GPU, tests/gpu included. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
+# Up to 10 minutes on one GPU, tests/gpu included. Not `env`: it needs this folder, PyTorch 2.11 and transformers 5.17 or newer.
 bench-gpu:
 	PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 

@@ -6,9 +6,9 @@ The text is the docstrings of the installed packages, repeated under other ids u
     encode      `encode_batch` of `tokenizers` over texts in memory
     convert     `biphasic convert`: reading Parquet, tokenizing, packing, compressing, writing, hashing
     plain       a common converter: one process, one text at a time, concatenate and chop, MDSWriter
-    memory      the peak memory of all of convert's processes, at the requested size and at ten times that size
 
-Rates count the tokens of the text. The start of the processes, which is the same for any size, is reported separately.
+Memory is the peak of all of convert's processes, at the requested size and at ten times that size. Rates count the tokens
+of the text. The start of the processes, which is the same for any size, is reported separately.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     for size, result in ((megabytes, best["convert"]), (10 * megabytes, large)):
         if result is not None:
-            name, start = f"`convert.py`, {size:,} MB, 2 workers", result["start"]
+            name, start = f"`biphasic convert`, {size:,} MB, 2 workers", result["start"]
             rows.append(row(name, result, rate(result)))
             rows.append(row(f"{name}, with its start of {start:.0f} s", result, result["tokens"] / result["seconds"]))
     if large is not None:

@@ -152,11 +152,11 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table's header and rows."""
-    rows = []
+    rows, compared = [], f" of {min(results['queries'].values()):,} queries"
     for part in PARTS:
         ours, other = (statistics.median(results["seconds"][side][part]) for side in SIDES)
         rates = [f"{results['shape']['pairs'] / seconds:,.0f}" for seconds in (ours, other)]
-        rows.append([part, *rates, f"{other / ours:.2f}", f"≥ {GOAL:g}", f"{results['agree']:.2%}"])
+        rows.append([part, *rates, f"{other / ours:.2f}", f"≥ {GOAL:g}", f"{results['agree']:.2%}{compared}"])
     return ["", *(f"{side}, queries/s" for side in SIDES), "Biphasic over it", "goal", "equal negatives"], rows
 
 

@@ -178,22 +178,24 @@ def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatc
     assert plan(config, 16).details["memory_per_rank"] == unsharded // 8
 
 
-def test_machines_on_which_a_run_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_would_download_the_same_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)  # Composer sets it where another test has trained
     for nodes, key, allowed in (
         (24, "", False),
         (16, "", True),
         (128, "", True),
         (24, "data.num_canonical_nodes=48", True),
+        (24, "data.folder=rows", True),  # nothing is downloaded
     ):
-        config = load(ROOT / "yamls" / "1b_biphasic.yaml", ["global_batch_size=3072", *filter(None, [key])], 8 * nodes)
+        keys = ["global_batch_size=3072", "data.folder=s3://bucket/rows", *filter(None, [key])]
+        config = load(ROOT / "yamls" / "1b_biphasic.yaml", keys, 8 * nodes)
         assert isinstance(config, PretrainConfig)
         warnings = [line for line in plan(config, 8 * nodes).warnings if "num_canonical_nodes" in line]
         assert (not warnings) == allowed, warnings
     assert (
-        "a run on 24 machines of 8 ranks can't start with 64, only resume"
+        "with 64, several of 24 machines of 8 ranks download the same shards"
         in plan(
-            load(ROOT / "yamls" / "1b_biphasic.yaml", [], 192),
+            load(ROOT / "yamls" / "1b_biphasic.yaml", ["data.folder=s3://bucket/rows"], 192),
             192,  # pyright: ignore[reportArgumentType]
         ).warnings[0]
     )

@@ -19,7 +19,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from biphasic.config.convert import FilesSource, HubSource
 from biphasic.conversion import reading, sources
-from biphasic.conversion.reading import DamagedFileError, read_documents
+from biphasic.conversion.reading import DamagedFileError, Document, Skipped, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import Unavailable, UserError
 from helpers.source_files import (
@@ -138,9 +138,49 @@ def test_a_missing_column_is_found_before_anything_is_read(tmp_path: Path) -> No
     write_parquet(tmp_path / "b.parquet", [{"id": "1", "content": "x"}])
     with pytest.raises(UserError, match=r"b\.parquet: has no column 'text' \(it has: content, id\); set text_column"):
         inspect_files(find_files(source(tmp_path)).files, OPTIONS)
-    file = write(tmp_path / "c.jsonl", [*RECORDS[:3], {"text": "no id"}])
-    with pytest.raises(UserError, match=r"c\.jsonl, line 4: has no column 'id' \(it has: text\)"):
-        read(file)
+    with pytest.raises(UserError, match=r"c\.jsonl, line 1: has no column 'id' \(it has: text\)"):
+        read(write(tmp_path / "c.jsonl", [{"text": "no id"}, *RECORDS[:3]]))
+
+
+def test_a_file_with_several_paths_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    write(tmp_path / "texts" / "a.jsonl", RECORDS[:3])
+    (tmp_path / "link").symlink_to("texts")
+    (tmp_path / "b.jsonl").symlink_to("texts/a.jsonl")
+    for paths in (
+        [""],
+        ["texts", "link"],
+        ["texts/a.jsonl", "./texts/a.jsonl", "link/../texts/a.jsonl"],
+        ["**/*.jsonl"],
+    ):
+        assert read(*(f"{tmp_path}/{path}" for path in paths)) == documents(RECORDS[:3]), paths
+
+
+def test_text_files_without_text_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", RECORDS[:3])
+    with pytest.raises(
+        UserError, match=r"source\.text_files: line has no effect, because the source has no plain text"
+    ):
+        inspect_files(find_files(source(tmp_path)).files, options("line"))
+    (tmp_path / "b.txt").write_text("a\nb\n")
+    assert len(inspect_files(find_files(source(tmp_path)).files, options("line"))) == 2
+
+
+def test_later_lines_of_json_without_a_key_or_a_text(tmp_path: Path) -> None:
+    """The first object must have all; a line that is no object decides nothing."""
+    file = tmp_path / "a.jsonl"
+    others = [{"id": "7", "body": "x"}, {"id": "8", "text": 5}, {"text": "no id"}]
+    file.write_bytes(b"no JSON\n" + lines([RECORDS[0], *others]))
+    found = find_files(source(file)).files
+    entries = [entry for each in found for entry in read_documents(each, OPTIONS)]
+    skipped = [entry for entry in entries if isinstance(entry, Skipped)]
+    assert [(entry.kind, entry.where.rpartition(" ")[2]) for entry in skipped] == [
+        ("not JSON", "1"),
+        ("without text", "3"),
+        ("without text", "4"),
+    ]
+    texts = [entry.text for entry in entries if isinstance(entry, Document)]
+    assert texts == [RECORDS[0]["text"], "no id"]
 
 
 def test_a_column_that_is_no_text(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -119,6 +120,19 @@ def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest
     assert "already holds a tokenizer" in capsys.readouterr().err
     assert main(["tokenizer", str(file), "--size", "300", "--force"]) == 0
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 300
+
+
+def test_a_full_disk(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", save)
+    assert main(["tokenizer", str(file), "--size", "280"]) == 2
+    expected = f"{tmp_path / 'tokenizer'}: can't be written (No space left on device (os error 28))"
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "tokenizer").exists()
 
 
 def test_a_mount_point_is_refused(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, GCSDownloader
+from streaming.base.world import World
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.data import shards
@@ -116,7 +117,7 @@ def test_a_download_from_google_that_fails_is_tried_again(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["shard"] and file.read_bytes() == b"whole"
 
 
-def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two canonical nodes, each with 32 + 3 rows in a block, over shards of 20 rows: 2 x (2 + 1) shards and the index."""
     made = write_numbered(tmp_path / "made", 1200)
     config = data(str(made), local=str(tmp_path / "cache"), predownload=2, shuffle_block_size=32)
@@ -130,6 +131,10 @@ def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:
     assert smallest_limit(config.model_copy(update={"predownload": 100})) == size + 12 * largest
     assert smallest_limit(config.model_copy(update={"predownload": 100, "num_workers": 50})) == size + 60 * largest
     assert smallest_limit(config, train=False) == size + 4 * largest  # not shuffled
+    # Each of three nodes reads rows of both canonical nodes, one of two those of its own; 32 + 16.5 and 32 + 11 rows deep.
+    for nodes, count in ((3, 8), (2, 4)):
+        monkeypatch.setattr(World, "detect", classmethod(lambda _, nodes=nodes: World(nodes, 1, 1, 0)))
+        assert smallest_limit(config) == size + count * largest, nodes
 
 
 def test_a_temporary_folder_in_which_loader_processes_would_hang_is_refused(

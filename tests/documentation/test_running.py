@@ -45,7 +45,8 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("cluster.address=auto", "biphasic tokenizer", "deduplicated/", "biphasic overlap"),
     ),
     "docs/evaluate.md": (
-        {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder"},
+        {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder",
+         "model.path=my-retriever": "model.path=my-encoder"},
         ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap"),
     ),
     "docs/export.md": (

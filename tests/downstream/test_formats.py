@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from datasets import Dataset, DatasetDict
 
 from biphasic.downstream.formats import as_bio
@@ -98,6 +99,14 @@ def test_columns_as_in_conll(tmp_path: Path) -> None:
     chunks = {**TOKENS, "labels_column": "chunk"}
     record, rows = prepared(tmp_path / "chunks", chunks, path, columns=["tokens", "pos", "chunk", "ner"])
     assert record["label_names"] == ["O", "B-NP", "I-NP", "B-VP"] and rows[1]["labels"] == [1, 2, 2]
+
+
+def test_columns_as_in_multiconer(tmp_path: Path) -> None:
+    """Its comments have tabs, and its words spaces."""
+    path = tmp_path / "en.conll"
+    path.write_text("# id 5239d808\tdomain=en\nthe _ _ O\nlouvre _ _ B-Facility\n\n# id 7\tdomain=en\n# _ _ O\n\n")
+    _, read = prepared(tmp_path, {**TOKENS, "tokens_column": "tokens"}, path)
+    assert [(row["tokens"], row["labels"]) for row in read] == [(["the", "louvre"], [0, 1]), (["#"], [0])]
 
 
 def test_labels_of_all_splits_have_numbers(tmp_path: Path) -> None:
@@ -303,6 +312,46 @@ def test_lines_of_json_may_differ(tmp_path: Path) -> None:
         message = refused(tmp_path / "cut", TEXT, path)
         assert message.startswith(f"{path}: can't be read: expected a JSON object in each line (")
         assert message.endswith(f": {line}")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json", "json.gz"])
+def test_halves_of_surrogate_pairs_and_a_byte_order_mark(tmp_path: Path, suffix: str) -> None:
+    rows = '{"sentence": "a \\ud83d b", "label": 1}\n', '{"sentence": "a \\ud83d\\ude00", "label": 0}\n'
+    content = (
+        "[" + ",".join(rows) + "]" if suffix.startswith("json") and "l" not in suffix else "".join(rows)
+    ).encode()
+    path = tmp_path / f"rows.{suffix}"
+    content = b"\xef\xbb\xbf" + content
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    _, read = prepared(tmp_path, TEXT, path)
+    assert [row["text"] for row in read] == ["a ? b", "a \U0001f600"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "csv.gz", "conll.gz", "jsonl.zst", "csv.zst", "conll.zst"])
+def test_an_archive_that_is_cut_short(tmp_path: Path, suffix: str) -> None:
+    kind = suffix.partition(".")[0]
+    lines = [json.dumps({"sentence": f"text {number**3}", "label": number % 2}) for number in range(500)]
+    if kind == "csv":
+        lines = ["sentence,label", *(f"text {number**3},{number % 2}" for number in range(500))]
+    elif kind == "conll":
+        lines = [f"word{number**3} O" for number in range(500)]
+    text = ("[" + ",".join(lines) + "]" if kind == "json" else "\n".join(lines)).encode()
+    packed = (gzip.compress if suffix.endswith("gz") else zstandard.compress)(text)
+    path = tmp_path / f"rows.{suffix}"
+    path.write_bytes(packed[: len(packed) // 2])
+    task = {**TOKENS, "tokens_column": "tokens"} if kind == "conll" else TEXT
+    source = {"source": {"files": {"all": [str(path)]}}, "splits": {"test": "all"}}
+    with pytest.raises(UserError, match=r"rows\..*: can't be read"):
+        prepare_task("it", one_task(tmp_path, {**task, **source}))
+
+
+def test_a_file_that_two_patterns_match_is_read_once(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"sentence": name, "label": 0}])
+    patterns = [f"{tmp_path}/b.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/./a.jsonl"]
+    task = {**TEXT, "source": {"files": {"all": patterns}}, "splits": {"test": "all"}}
+    prepare_task("it", one_task(tmp_path, task))
+    assert [row["text"] for row in rows_of(tmp_path / "out" / "it", "test")] == ["b", "a"]
 
 
 def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
         ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
         ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
+        ({"files": {"train": ["{tmp}/packed.parquet.gz"]}}, "{tmp}/packed.parquet.gz: expected files of one kind: "),
         ({"files": {"train": ["{tmp}/empty.jsonl"]}}, "{tmp}/empty.jsonl: is empty (0 bytes)"),
         (
             {"files": {"train": ["{tmp}/rows.jsonl"]}},
@@ -192,6 +193,7 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
 def test_unreadable_sources_are_named(tmp_path: Path, source: dict[str, Any], says: str) -> None:
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
     (tmp_path / "rows.txt").write_text("text\n")
+    (tmp_path / "packed.parquet.gz").write_bytes(b"packed")
     (tmp_path / "empty.jsonl").touch()
     jsonl(tmp_path / "rows.jsonl", [{"text": "t"}])
     filled = json.loads(json.dumps(source).replace("{tmp}", str(tmp_path)))

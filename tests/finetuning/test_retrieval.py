@@ -27,7 +27,7 @@ from biphasic.finetuning.classification import entity_scores
 from biphasic.finetuning.retrieval import Retrieval, hash_text
 from biphasic.finetuning.retrieval_losses import info_nce
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import run_trial
+from biphasic.finetuning.trial import require_validation, run_trial, trial_name
 from biphasic.model.encoder import Encoder, load_encoder
 from helpers import two_ranks, warm
 from helpers.tiny import losses
@@ -191,6 +191,21 @@ def test_empty_and_unjudged_sets_are_refused() -> None:
         retrieval_task("Empty", {}, {"q": "a"}, {"test": {"q": {"d": 1}}})
     with pytest.raises(UserError, match=r"1 queries have no judgments \(qrels\), e\.g\. q"):
         retrieval_task("Unjudged", {"d": "a"}, {"q": "a"}, {"test": {}})
+
+
+def test_sets_without_judgments_are_refused_before_training(toy: Path, tmp_path: Path) -> None:
+    """Also those without judgments for validation, if a sweep chooses among several rates."""
+    shutil.copytree(toy / "tasks", tmp_path / "tasks")
+    config = config_of("msmarco", tmp_path / "tasks", toy / "start", tmp_path)
+    require_validation(config)
+    file = tmp_path / "tasks" / "msmarco" / "task.json"
+    record = json.loads(file.read_text())
+    for splits, refused in ((["validation"], require_validation), (["test"], trial_name)):
+        for split in splits:
+            del record["rows"][f"qrels/{split}"]
+        file.write_text(json.dumps(record))
+        with pytest.raises(UserError, match=r"msmarco: has no judgments for validation"):
+            refused(config)
 
 
 def test_embedding_does_not_depend_on_the_batch(toy: Path) -> None:

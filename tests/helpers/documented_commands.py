@@ -29,13 +29,16 @@ EXTERNAL = {
     "ls": "the files of a run",
     "mcli": "MosaicML's platform",
     "pip": "another environment",
+    "python3": "another environment",
     "ray": "a cluster",
     "sbatch": "Slurm",
     "shellcheck": "a tool outside the locked environment",
     "sky": "a cloud",
     "source": "the installed environment",
     "srun": "Slurm",
+    "touch": "another environment",
     "uv": "another environment",
+    ".venv/bin/pip": "another environment",
     ".venv/bin/uv": "another environment",
 }
 _RECORD = r"""record() { printf '%s\0' "${BUCKET-}" "$@" >>"$RECORDS"; printf '\n\0' >>"$RECORDS"; }"""
@@ -93,7 +96,7 @@ def calls(page: Path, folder: Path) -> list[Call]:
     Raises:
         AssertionError: bash can't read a command, or doesn't know its program.
     """
-    for script in [*ROOT.glob("recipes/*/*.sh"), ROOT / ".venv/bin/uv"]:
+    for script in [*ROOT.glob("recipes/*/*.sh"), ROOT / ".venv/bin/pip", ROOT / ".venv/bin/uv"]:
         stand_in = folder / script.relative_to(ROOT)
         stand_in.parent.mkdir(parents=True, exist_ok=True)
         stand_in.write_text(f'#!/bin/bash\n{_RECORD}\nrecord "$0" "$@"\n')

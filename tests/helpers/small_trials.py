@@ -32,6 +32,10 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     return ((config.task.name, config.task.name, "accuracy"),)
 
 
+def require_validation(config: FinetuneConfig) -> None:
+    pass
+
+
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
     return TrialCost(7.2e6, json.loads(model_file(config).read_text()).get("bytes"))
 

@@ -140,6 +140,8 @@ Address = Annotated[
     named("path or URL"),
 ]
 """A local path, `~` being the home folder, or a URL that `biphasic.storage` reads and writes."""
+Destination = Annotated[Address, matching(r"(?!hf:).*", "a local path, s3://…, gs://…, az://… or oci://… to write to")]
+"""An address to which jobs write. They can't write to the hub."""
 LocalPath = Annotated[str, _home_expanded, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
 

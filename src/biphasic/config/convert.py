@@ -11,6 +11,7 @@ from biphasic.config.base import (
     Bytes,
     ClusterConfig,
     Count,
+    Destination,
     JobConfig,
     KeyProblems,
     Positive,
@@ -100,7 +101,7 @@ class ConvertConfig(JobConfig):
     """Column with the document ids. Null, or a document without an id: a hash of the text is the id."""
     filters: list[FilterConfig] = []
     """Convert only documents that pass all filters."""
-    output: Address
+    output: Destination
     """Local folder or bucket prefix for `train/`, `validation/`, `tokenizer/`, `units/` and `conversion.json`."""
     tokenizer: Address
     """Folder or hub id of a `tokenizers` tokenizer. It is copied to the output; a mask token is added if it has none."""

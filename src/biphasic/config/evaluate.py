@@ -51,7 +51,8 @@ class EvaluateConfig(RunConfig):
     """Language of the datasets in `sets`, as ISO 639-3 code and script. It determines BM25's stemmer and stop words."""
     documents: Annotated[list[Literal["full", "judged"]], Field(min_length=1), distinct] = ["full"]
     """`full`: search the complete corpus. `judged`: search only documents with a judgment in the scored splits, as in the
-    paper; the results are named `<task>-judged`. Only retrieval tasks have documents; others need `full`."""
+    paper; the results are named `<task>-judged`. Only tasks of retrieval and reranking have documents;
+    others need `full`."""
     mirror: LocalPath | None = None
     """Folder with copies of hub datasets, e.g. `<mirror>/mteb/nq`. If given, no data is read from the hub."""
     baselines: Annotated[list[Literal["bm25", "random"]], distinct] = ["bm25", "random"]

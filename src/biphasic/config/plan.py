@@ -151,11 +151,12 @@ def plan(
         lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, RANKS_OF_A_MACHINE)))
     nodes = max(ranks // on_node, 1)
+    downloads = any(stream.remote for each in inputs for stream in each.streams.values())
     for canonical in sorted({each.data.num_canonical_nodes or 1 for each in inputs}):
-        if (canonical % nodes and nodes % canonical) and not (start is not None and start.batch):
-            machines = f"{nodes} machines of {on_node} ranks"
-            message = f"data.num_canonical_nodes: a run on {machines} can't start with {canonical}, only resume"
-            run_plan.warnings.append(f"{message}: set a multiple or a divisor of {nodes}")
+        if downloads and canonical % nodes and nodes % canonical:
+            message = f"with {canonical}, several of {nodes} machines of {on_node} ranks download the same shards"
+            advice = f"a multiple or a divisor of {nodes} avoids it, set before the first batch"
+            run_plan.warnings.append(f"data.num_canonical_nodes: {message}: {advice}")
     if architecture is not None:
         degree = config.parallelism.shard_degree
         shards = shard_ranks(degree, ranks, on_node) if config.parallelism.strategy == "fsdp" else 1

@@ -10,7 +10,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
+from biphasic.config.base import (
+    Address,
+    Count,
+    Destination,
+    KeyProblems,
+    Positive,
+    RunConfig,
+    Section,
+    Seed,
+    Share,
+    flatten,
+)
 from biphasic.config.data import DataConfig, StreamConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShapes, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
@@ -58,7 +69,7 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """Which checkpoints are saved and kept, and how a run resumes."""
 
-    folder: Address | None = None
+    folder: Destination | None = None
     """Local folder or bucket prefix (`s3://…`, `gs://…`, `az://…`, `oci://…`). Default: `checkpoints` in the run's folder,
     which also keeps the newest checkpoint of a run that saves to a bucket."""
     interval: Duration = Duration(1000, "ba")

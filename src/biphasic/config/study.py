@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from biphasic.config.base import (
-    Address,
+    Destination,
     JobConfig,
     KeyProblems,
     LocalPath,
@@ -117,7 +117,7 @@ class StudyConfig(JobConfig):
     """`job: study`: pretrain models that share the beginnings of their histories, then export, fine-tune and score them."""
 
     job: Literal["study"]
-    folder: Address
+    folder: Destination
     """Local folder or bucket prefix of all checkpoints: `<folder>/<model>`."""
     output: LocalPath = "runs"
     """Local folder for logs and exports, `<output>/<model>`, if `folder` is in a bucket. A local `folder` holds them too."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from biphasic.config.base import (
-    Address,
     ClusterConfig,
     Count,
+    Destination,
     JobConfig,
     KeyProblems,
     LocalPath,
@@ -75,7 +75,7 @@ class SweepConfig(JobConfig):
     """`job: sweep`: fine-tune and score every combination of model, task, learning rate and seed."""
 
     job: Literal["sweep"]
-    output: Address
+    output: Destination
     """Local folder or bucket prefix for the trials' records."""
     models: Annotated[dict[Name, SweepModel], Field(min_length=1)]
     """Models by name. The paper's models are named as on the hub: `610m-clm-10k-mlm40-42k`."""

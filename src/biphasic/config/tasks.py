@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Names, Section, Seed, Share, whole
+from biphasic.config.base import (
+    Destination,
+    JobConfig,
+    KeyProblems,
+    LocalPath,
+    Name,
+    Names,
+    Section,
+    Seed,
+    Share,
+    whole,
+)
 
 
 class DatasetConfig(Section):
@@ -21,9 +32,9 @@ class DatasetConfig(Section):
     """Commit, tag or branch. Default: the newest commit, which is recorded. Datasets that are published as a loading script
     are read from `refs/convert/parquet`."""
     files: dict[str, Names] | None = None
-    """Files of each split: patterns within `path`, or without `path` local files, also compressed (`.gz`, `.zst`):
+    """Files of each split: patterns within `path`, or without `path` local files:
     `.parquet`, `.jsonl`, `.json` (also SQuAD's own form), `.csv`, `.tsv`, or `.conll`, `.iob2`, `.iob`, `.bio` with a word
-    and its label in each line."""
+    and its label in each line. All but `.parquet` may be compressed (`.gz`, `.zst`)."""
     columns: Names | None = None
     """Names of the columns of `.csv` and `.tsv` files without a header, or of `.conll` files. Default: the first row of a
     table; `tokens` and `labels` in a `.conll` file."""
@@ -191,7 +202,7 @@ class TasksConfig(JobConfig):
     """`job: tasks`: download downstream datasets and write them in one schema for each kind of task."""
 
     job: Literal["tasks"]
-    output: Address
+    output: Destination
     """Local folder or bucket prefix. Each dataset is written to its own folder."""
     validation_fraction: Share = 0.05
     """Share of `train` to use as `validation` if a dataset's `splits` has no `validation`."""

@@ -52,6 +52,8 @@ class DamagedFileError(UserError):
     """A file can't be read completely."""
 
 
+_NOT_AN_OBJECT = ("not UTF-8", "not JSON")
+"""The kinds of lines of JSON whose columns are unknown."""
 FILTERED = "filtered"
 """The kind of an entry that a filter leaves out. This is not an error."""
 
@@ -153,7 +155,7 @@ def _document(
     text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig
 ) -> Document | Skipped:
     """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
-    if not all(_passes(values[condition.column], condition) for condition in config.filters):
+    if not all(_passes(values.get(condition.column), condition) for condition in config.filters):
         return Skipped(FILTERED, where, "")
     if isinstance(text, bytes):
         return Skipped("not UTF-8", where, "its text is not UTF-8")
@@ -258,16 +260,19 @@ def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
 
 
 def _read_jsonl(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
-    size = _JSON_BYTES * _MAX_CHARACTERS
+    """The first object must have all columns, and text or null as its text. In a later one, a missing key is null."""
+    size, is_first = _JSON_BYTES * _MAX_CHARACTERS, True
     for number, line in enumerate(_lines(file, size), start=1):
         where = f"{file.path}, line {number}"
         if len(line) == size:
             yield Skipped("too long", where, f"has more than {size:,} bytes")
         elif line.strip():
-            yield _json_document(line, file.path, where, config)
+            entry = _json_document(line, file.path, where, config, is_first)
+            is_first &= isinstance(entry, Skipped) and entry.kind in _NOT_AN_OBJECT
+            yield entry
 
 
-def _json_document(line: bytes, path: str, where: str, config: ConvertConfig) -> Document | Skipped:
+def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -276,13 +281,14 @@ def _json_document(line: bytes, path: str, where: str, config: ConvertConfig) ->
         return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, config)}")
     if not isinstance(values, dict):
         return Skipped("not JSON", where, f"is not JSON of the form {{{config.text_column!r}: …}}")
-    for column in columns(config):
-        if column not in values:
-            raise missing_column(where, column, list(values), path, config)
-    text = values[config.text_column]
+    if is_first and (missing := [column for column in columns(config) if column not in values]):
+        raise missing_column(where, missing[0], list(values), path, config)
+    text = values.get(config.text_column)
     if text is not None and not isinstance(text, str):
-        kind = type(text).__name__
-        raise UserError(f"source {where}: column {config.text_column!r} holds {kind}, not text; set text_column")
+        problem = f"column {config.text_column!r} holds {type(text).__name__}, not text"
+        if is_first:
+            raise UserError(f"source {where}: {problem}; set text_column")
+        return Skipped("without text", where, problem)
     if b"\\u" in line and text:
         # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
         text = text.encode("utf-8", "replace").decode()

@@ -22,6 +22,7 @@ from biphasic.conversion.reading import (
     DamagedFileError,
     SourceFile,
     columns,
+    kind_of,
     missing_column,
     read_error,
     read_start,
@@ -87,7 +88,12 @@ def find_files(source: FilesSource) -> Sources:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
         unread |= matches.keys() - usable
-    return Sources([file for _, file in sorted(files.items())], unread=dict(Counter(map(_suffix, sorted(unread)))))
+    # A file may be found by several paths: through links, or as `texts/a.txt` and `./texts/a.txt`.
+    by_place = {
+        name if is_remote(name) else os.path.realpath(name): file for name, file in sorted(files.items(), reverse=True)
+    }
+    by_path = sorted(by_place.values(), key=lambda file: file.path)
+    return Sources(by_path, unread=dict(Counter(map(_suffix, sorted(unread)))))
 
 
 def _suffix(path: str) -> str:
@@ -215,8 +221,14 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
     """Inspect files before the work begins, and return their layouts.
 
     Empty files, incomplete Parquet files and files whose start can't be read get a `fault`. Raises a UserError that
-    names the first file without one of the columns, or without text in the text column, or that can't be read for now.
+    names the first file without one of the columns, or without text in the text column, or that can't be read for now,
+    and if `source.text_files` is given without text files.
     """
+    unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
+    if unit != "file" and not any(kind_of(file.path) in TEXT_KINDS for file in files):
+        raise UserError(
+            f"source.text_files: {unit} has no effect, because the source has no plain text: remove this key"
+        )
     with ThreadPoolExecutor(_THREADS) as pool:
         layouts = pool.map(lambda file: _inspect(file, config), files)
         return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))

@@ -94,7 +94,8 @@ def train_tokenizer(
         raise UserError(f"source: no document of the training split has text{longer}: a tokenizer can't be trained")
     names = {f"{role}_token": token for role, token in special_tokens.items()}
     trained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names)
-    with atomic_path(folder) as partial:
+    # The library in Rust raises bare Exceptions, as on a full disk.
+    with user_errors(f"{folder}: can't be written", Exception), atomic_path(folder) as partial:
         trained.save_pretrained(partial)
     return TrainedTokenizer(tokenizer.get_vocab_size(), read["documents"], read["bytes"])
 

@@ -190,14 +190,9 @@ class TrainingBatches(Callback):
 
         It is one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
         """
-        dataset = self._sources[0].dataset
-        nodes = dataset.initial_physical_nodes or dataset._unique_rank_world.num_nodes
-        return {"phases": json.dumps({"starts": self._starts, "nodes": nodes})}
+        return {"phases": json.dumps({"starts": self._starts})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the first batches of the phases, and the number of nodes with which the run began."""
-        stored = json.loads(state["phases"])
+        """Restore the first batches of the phases."""
         # `checkpoint.resume_overrides` may have left out phases, if all of them read the same.
-        self._starts = stored["starts"][: len(self._phases)]
-        for source in self._sources.values():
-            source.dataset.initial_physical_nodes = stored["nodes"]
+        self._starts = json.loads(state["phases"])["starts"][: len(self._phases)]

@@ -22,17 +22,16 @@ _DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120
 """Number of attempts to download a shard, and the timeout of each in seconds."""
 
 
-class LoaderError(UserError):
-    """A data loader error whose message stays one line, although PyTorch rebuilds a worker's error from its traceback."""
+class ShardError(UserError):
+    """A shard can't be used. This can happen on any rank and in the middle of a run.
+
+    Its message stays one line, although PyTorch rebuilds a loader process's error from its traceback.
+    """
 
     def __init__(self, message: str):
         if "Traceback" in message:
             message = message.strip().splitlines()[-1].partition("Error: ")[2] or message
         super().__init__(message)
-
-
-class ShardError(LoaderError):
-    """A shard can't be used. Unlike other loader errors, this can happen on any rank and in the middle of a run."""
 
 
 class UnavailableShardError(ShardError, Unavailable):

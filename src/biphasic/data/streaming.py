@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.loader_signals import handle_loader_signals
-from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
+from biphasic.data.shards import ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.errors import UserError, is_lost_rank
 from biphasic.limits import require_short_temporary_folder
@@ -89,12 +89,8 @@ class RowDataset(StreamingDataset):
                 raise
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
-        """Return this worker's rows of the epoch. A run can start only on some numbers of nodes, but can resume on any."""
-        world, canonical = self._parallel_worker_world, self.num_canonical_nodes or 1
-        nodes = world.num_nodes
-        if self.initial_physical_nodes is None and canonical % nodes and nodes % canonical:
-            message = f"expected a multiple or a divisor of the number of nodes ({nodes})"
-            raise LoaderError(f"data.num_canonical_nodes: {message}; got {canonical}")
+        """Return this worker's rows of the epoch."""
+        world = self._parallel_worker_world
         sample_in_epoch = self.first_row if epoch == 0 else 0
         rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
         if not self.has_whole_batches:
@@ -136,7 +132,13 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
 
 
 def build_loader(
-    config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool
+    config: DataConfig,
+    streams: dict[str, StreamConfig],
+    batch_size: int,
+    seed: int,
+    *,
+    train: bool,
+    batches: int | None = None,
 ) -> DataLoader[Batch]:
     """Build the data loader for one rank's batches.
 
@@ -146,6 +148,7 @@ def build_loader(
         batch_size: rows per rank.
         seed: seed for shuffling.
         train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
+        batches: number of global batches that a validation reads, spread over the split. None: all of it.
 
     Raises:
         UserError: a stream is missing, unfinished or can't be opened, the cache limit is too small, or the path of the
@@ -177,6 +180,15 @@ def build_loader(
         if is_lost_rank(error):
             raise
         raise user_error(f"dataset {names}: can't be opened ({first_line(error)})", error) from error
+    # As if a run on one node were resumed, whose order of rows any number of nodes can read. Otherwise Streaming would
+    # start only on multiples and divisors of `num_canonical_nodes`.
+    dataset.initial_physical_nodes = 1
+    if not train and (
+        batches is None or dataset.num_samples <= batches * batch_size * dataset._parallel_rank_world.num_ranks
+    ):
+        # With several canonical nodes, Streaming leaves out some rows of a split and repeats others. Their purpose is
+        # only to spread a part of a split's batches over the split.
+        dataset.num_canonical_nodes = 1
     _require_row_length(dataset, streams, config.sequence_length)
     if limit is not None:
         _require_room(limit, dataset, config.num_workers)
@@ -189,8 +201,6 @@ def build_loader(
                 f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
-    else:
-        dataset.initial_physical_nodes = 1  # so that a run which was resumed on any number of nodes can validate
     # With several canonical nodes, repeated rows aren't the last ones.
     loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else DataLoader
     return loader(
@@ -246,9 +256,16 @@ def _shards_in_use(dataset: StreamingDataset, workers: int) -> int:
     processes = world.ranks_per_node * max(workers, 1)
     # Each process reads a batch, the rows ahead of it, and one more row.
     rows = processes * (dataset.batch_size + dataset.predownload + 1)
-    local_canonical = max(canonical // world.num_nodes, 1)
+    if canonical % world.num_nodes == 0 or world.num_nodes % canonical == 0:
+        local_canonical = max(canonical // world.num_nodes, 1)
+    else:
+        # The rows are those of one node, whose rank r reads every `groups`-th canonical node, from the r-th on. A node
+        # takes the rows of about `ranks_per_node / num_nodes` such ranks.
+        groups = math.gcd(canonical, world.ranks_per_node)
+        local_canonical = canonical // groups * min(groups, math.ceil(world.ranks_per_node / world.num_nodes) + 1)
     rows_per_shard = dataset.num_samples / dataset.num_shards
     spread = (dataset.shuffle_block_size or dataset.num_samples) if dataset.shuffle else 0
-    # A node reads its canonical nodes in parallel, each from a different part of the dataset.
-    in_parallel = local_canonical * (math.ceil((spread + rows / local_canonical) / rows_per_shard) + 1)
+    # A node reads its canonical nodes in parallel, each from a different part of the dataset. All nodes together read
+    # `rows * num_nodes` rows at a time.
+    in_parallel = local_canonical * (math.ceil((spread + rows * world.num_nodes / canonical) / rows_per_shard) + 1)
     return min(dataset.num_shards, rows, in_parallel)

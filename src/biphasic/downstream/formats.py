@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from biphasic.errors import UserError
+from biphasic.storage import filesystem
 
 COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
 COLUMNS_EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
@@ -24,11 +25,13 @@ _PREFIXES = {"S": "B", "U": "B", "E": "I", "L": "I"}
 
 
 def open_text(file: str) -> io.TextIOBase:
-    """Open a UTF-8 file without its byte order mark, decompressed according to its name."""
-    import fsspec
+    """Open a UTF-8 file without its byte order mark, decompressed according to its name.
 
-    opened: Any = fsspec.open(file, "r", compression="infer", encoding="utf-8-sig", newline="")
-    return opened.open()
+    An archive that is cut short is an OSError when it is read.
+    """
+    system, name = filesystem(file)
+    stream: Any = system.open_input_stream(name, compression="detect")
+    return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
 
 
 def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, list[str]]]:
@@ -52,10 +55,11 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
                     yield _sentence(sentence, names)
                 sentence = []
                 continue
-            # The first line decides: in a file with tabs, the words of a comment are not fields.
+            # The first line that is no comment decides: in a file with tabs, the words of a comment are not fields.
             tabs = "\t" in line if width is None else tabs
             fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
-            if line.startswith("-DOCSTART-") or (line.startswith("# ") and len(fields) != width):
+            is_other = len(fields) != width or (not tabs and "\t" in line)
+            if line.startswith("-DOCSTART-") or (line.startswith("# ") and is_other):
                 continue
             width = width or len(fields)
             expected = max(width, 2) if names is None else len(names)

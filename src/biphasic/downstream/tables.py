@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from pyarrow import parquet
 
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
-from biphasic.downstream.formats import COLUMN_FILES, bio_names, column_rows, json_rows, table_rows
+from biphasic.downstream.formats import COLUMN_FILES, bio_names, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, user_errors
@@ -28,6 +29,8 @@ _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "
 _BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = (".gz", ".zst")
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zlib.error)
+"""Errors of the readers; the last two of archives that are incomplete or damaged."""
 _BATCH_ROWS = 1000
 _ONLY_SPLIT = "train"
 """Split name given to the `datasets` library, which reserves some names. A YAML's `files` may use any names."""
@@ -127,7 +130,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
             if commit is None:
                 options["cache_dir"] = _cache_folder(Path(config.path))
             rows = _load(config.path, source, columns, first, split=split, **options)
-    except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
+    except (DatasetsError, HfHubHTTPError, HFValidationError, *_UNREADABLE) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
@@ -163,13 +166,18 @@ def _json_table(files: list[str], source: str, columns: Sequence[str], first: in
 
     parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
     if any(rows is None for rows in parsed):
-        lines = _from_files("text", files, first, encoding="utf-8-sig")
+        for file in files if first is None else ():
+            if file.endswith(".zst"):  # the library takes one that is cut short for a shorter file
+                with open_text(file) as text:
+                    for _ in text:
+                        pass
+        lines = _from_files("text", files, first)
     else:
         lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
     return lines.with_transform(functools.partial(_parsed, source, columns))
 
 
-def _from_files(kind: str, files: list[str], first: int | None, **options: Any) -> Any:
+def _from_files(kind: str, files: list[str], first: int | None) -> Any:
     """Return the rows of `text` or `parquet` files as a dataset.
 
     `load_dataset(kind, …)` would report the use of the reader to a server, and wait where there is no network.
@@ -178,8 +186,8 @@ def _from_files(kind: str, files: list[str], first: int | None, **options: Any) 
 
     paths = list(map(glob.escape, files))
     if first is None:
-        return getattr(datasets.Dataset, f"from_{kind}")(paths, **options)
-    return _first_rows(getattr(datasets.IterableDataset, f"from_{kind}")(paths, **options), first)
+        return getattr(datasets.Dataset, f"from_{kind}")(paths)
+    return _first_rows(getattr(datasets.IterableDataset, f"from_{kind}")(paths), first)
 
 
 def _first_rows(stream: Any, count: int) -> Any:
@@ -227,7 +235,10 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     rows: list[TableRow] = []
     for line in filter(str.strip, lines["text"]):
         try:
-            row = json.loads(line)
+            row = json.loads(line.removeprefix("\ufeff"))  # a byte order mark
+            if "\\ud" in line.lower():
+                # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
+                row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
         except ValueError as error:
             row = error
         if not isinstance(row, dict):
@@ -242,7 +253,7 @@ def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
     if config.path is not None:
         return None
     files, builder = _local_files(file_patterns(config))
-    with user_errors(f"{', '.join(files)}: can't be read", ValueError):
+    with user_errors(f"{', '.join(files)}: can't be read", *_UNREADABLE):
         rows = (row for file in files for row in column_rows(file, config.columns))
         return bio_names(row[column] for row in rows) if builder == "columns" else None
 
@@ -267,18 +278,23 @@ def _cache_folder(folder: Path) -> str:
 
 
 def _local_files(patterns: list[str]) -> tuple[list[str], str]:
-    files = [file for pattern in patterns for file in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))]
+    by_place: dict[str, str] = {}
+    for file in (
+        file for pattern in patterns for file in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    ):
+        by_place.setdefault(os.path.realpath(file), file)
+    files = list(by_place.values())
     if not files:
         raise UserError(f"{', '.join(patterns)}: there is no such file")
     if empty := [file for file in files if not os.path.getsize(file)]:
         raise UserError(f"{empty[0]}: is empty (0 bytes)")
     builder, *others = {_BUILDERS.get(_suffix(file)) for file in files}
     if others or builder is None:
-        expected = f"expected files of one kind: {', '.join(_BUILDERS)}, with .gz or .zst too"
+        expected = f"expected files of one kind: {', '.join(_BUILDERS)}; all but .parquet also with .gz or .zst"
         raise UserError(f"{', '.join(patterns)}: {expected}")
     return files, builder
 
 
 def _suffix(file: str) -> str:
-    path = Path(file)
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    name = next((file.removesuffix(packed) for packed in _COMPRESSED if file.endswith(packed)), file)
+    return Path(file if name.endswith(".parquet") else name).suffix

@@ -88,7 +88,7 @@ def _score_task(
         _record(system, task, part, full if part == "full" else judged, folder)
         for part in documents
         for system in systems
-        # Only retrieval tasks have documents and baselines.
+        # Only tasks of retrieval and reranking have documents and baselines.
         if task.retrieval or (part == "full" and not system.results)
     ]
     if full.cache_info().currsize and full().data_loaded:

@@ -27,7 +27,8 @@ class SplitScores:
     subset: str
     split: str
     metric: str
-    """The task's main metric; `value` is its score. Only retrieval tasks have the other scores and counts."""
+    """The task's main metric; `value` is its score. Only tasks of retrieval and reranking have the other scores
+    and counts."""
     value: float
     ndcg_at_10: float | None = None
     mrr_at_10: float | None = None

@@ -50,7 +50,7 @@ class Retrieval(FinetuneTask):
         return nn.Identity() if self.config.temperature_lr is None else LearnedTemperature(self.config.temperature)
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """Return the table of training pairs and all tables of the scored sets."""
+        """Return the table of training pairs and all tables of the scored sets; a UserError if a set has no judgments."""
         scored = [
             (folder, table)
             for folder in self._scored_sets().values()
@@ -132,13 +132,11 @@ class Retrieval(FinetuneTask):
         """Return the scores, and a ranking for each set, further dimension and split, `SET-d256-SPLIT.run.gz`."""
         results, files = [], {}
         for name, folder in self._scored_sets().items():
-            if not (splits := _judged_splits(folder)):
-                raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
             documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
-            for split in splits:
+            for split in _judged_splits(folder):
                 qrels: Qrels = {}
                 for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
                     qrels.setdefault(query, {})[document] = grade
@@ -180,7 +178,11 @@ class Retrieval(FinetuneTask):
         return Ragged.of(tokenizer.tokenize(prompted, length or self.max_length, title))
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
-        return {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
+        sets = {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
+        for folder in sets.values():
+            if not _judged_splits(folder):
+                raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
+        return sets
 
 
 def titled_texts(columns: dict[str, list[Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfi
 from biphasic.config.load import dump
 from biphasic.data.seeds import derive_seed
 from biphasic.devices import rank_device, require_precision
+from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, warmup_batches
@@ -78,6 +79,15 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     else:
         sets = [(task.name, name) for name in task.scored]
     return tuple((own, shown, metric) for own, name in sets for shown, metric in task.shown(name))
+
+
+def require_validation(config: FinetuneConfig) -> None:
+    """Raise a UserError if a scored retrieval set has no validation judgments, by which a sweep chooses among its rates."""
+    for path in config.task.retrieval_sets.values():
+        if "qrels/validation" not in TaskFolder(path, config.cache, Retrieval.family).record["rows"]:
+            problem = "has no judgments for validation (qrels), by which the sweep chooses among its learning rates"
+            advice = "divide those for test (`half`, as in yamls/data/own_retrieval.yaml), or give one rate"
+            raise UserError(f"{path}: {problem}: {advice}")
 
 
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
@@ -172,10 +182,10 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     if config.task.kind != "question_answering":  # a long context makes several examples
         warmup_batches(config, steps)
     train_tokens = steps * config.batch_size * tokens_each
+    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     architecture = _architecture(config.model)
     if architecture is None:
         return TrialCost(None, None, None, steps, train_tokens)
-    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
     task.build_head(architecture.hidden)  # checks the dimensions
     parameters = architecture.parameters - architecture.head_parameters

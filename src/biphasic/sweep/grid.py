@@ -87,7 +87,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
     """Return the grid with the names of all trials. Reads the model and data files.
 
     `configs` come from `trial_configs`; `functions` is the module `TRIAL_MODULE`, or the tests' replacement. Raises a
-    UserError that lists all missing models and datasets.
+    UserError that lists all missing models and datasets, and sets without a validation split to choose among rates by.
     """
     hashes: dict[Cell, str] = {}
     faults: dict[tuple[str, str], str] = {}
@@ -97,6 +97,8 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
             continue
         try:
             hashes[cell] = functions.trial_name(trial_config)
+            if cell.task not in tasks and len(config.learning_rates) > 1:
+                functions.require_validation(trial_config)
         except UserError as error:
             faults[cell.model, cell.task] = str(error)
         if cell.task not in tasks:

@@ -161,12 +161,8 @@ def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
-    data = config.data
-    if config.evaluation.batches is None:
-        # With several canonical nodes, Streaming leaves out some rows of a split and repeats others. Their purpose is
-        # only to spread `evaluation.batches` over the split.
-        data = data.model_copy(update={"num_canonical_nodes": 1})
-    batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
+    streams, count = {"data.validation": config.data.validation}, config.evaluation.batches
+    batches = build_loader(config.data, streams, rows, config.seed, train=False, batches=count)
     is_due = validation_schedule(config)
 
     def validates(state: State, event: Event) -> bool:
@@ -179,7 +175,7 @@ def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
             eval_interval=validates,
             dataloader=data_spec(batches),
             metric_names=["loss", "bits_per_byte"],
-            subset_num_batches=config.evaluation.batches,
+            subset_num_batches=count,
             device_eval_microbatch_size=None if config.microbatch_size == "auto" else config.microbatch_size,
         )
         for label in EVALUATIONS
