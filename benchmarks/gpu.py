@@ -34,7 +34,7 @@ from torch import Tensor
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.devices import peak_flops
 from biphasic.model import layers, losses
-from biphasic.model.attention import BACKENDS, backend_available, choose_backend
+from biphasic.model.attention import BACKEND_FUNCTIONS, backend_available, choose_backend
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
@@ -322,7 +322,11 @@ def variants(report: Report, name: str, peak: float | None, device: str = "cuda"
     others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False)]
     if backend_available("varlen"):
         others += [Variant(attention=f"varlen by {kernels}") for kernels in ("cudnn", "fa2")]
-    others += [Variant(attention=backend) for backend in BACKENDS if backend != "varlen" and backend_available(backend)]
+    others += [
+        Variant(attention=backend)
+        for backend in BACKEND_FUNCTIONS
+        if backend != "varlen" and backend_available(backend)
+    ]
     others += [Variant(loss_chunks=chunks) for chunks in (0.25, 4.0)]
     for variant in others:
         if not report.time_left():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from biphasic.model.attention import BACKENDS, backend_available
+from biphasic.model.attention import BACKEND_FUNCTIONS, backend_available
 
 
 def synchronize(device: str) -> None:
@@ -56,6 +56,6 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "attention_backends": [backend for backend in BACKENDS if backend_available(backend)],
+        "attention_backends": [backend for backend in BACKEND_FUNCTIONS if backend_available(backend)],
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from sections import Parameter, parameters
 
-from biphasic.storage import write_parquet
+from biphasic.storage import open_store, parquet_bytes
 
 SPLITS = ("train", "validation", "test")
 EVALUATED = {"validation": 400, "test": 800}
@@ -255,7 +255,8 @@ def make_tasks(folder: Path, tasks: Sequence[str] = ("retrieval", *TASKS)) -> di
 
 
 def _write(file: Path, rows: list[Row]) -> None:
-    write_parquet(file, {name: [row[name] for row in rows] for name in rows[0]}, rows_per_group=5000)
+    content = parquet_bytes({name: [row[name] for row in rows] for name in rows[0]}, rows_per_group=5000)
+    open_store(str(file.parent)).write(file.name, content)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from biphasic.storage import write_parquet
+from biphasic.storage import open_store, parquet_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 from gather import HELD_OUT, SHORTEST, normalised, parse, python_files, read_source
@@ -135,7 +135,7 @@ def make_text(folder: Path) -> dict[str, object]:
     (folder / "gathered.json").unlink(missing_ok=True)
     for name, table in (("pretraining", rows), ("docstrings", sorted(docstrings, key=lambda row: row["id"]))):
         columns = {column: [_encodable(row[column]) for row in table] for column in table[0]}
-        write_parquet(folder / f"{name}.parquet", columns, rows_per_group=5000)
+        open_store(str(folder)).write(f"{name}.parquet", parquet_bytes(columns, rows_per_group=5000))
     counts = {
         "files": len(rows),
         "characters": sum(len(row["text"]) for row in rows),

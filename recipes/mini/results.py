@@ -101,7 +101,7 @@ class Results:
 
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
-        found = [model for model in self.models.values() if model.is_final and is_wanted(model)]
+        found = [model for model in self.models.values() if model.steps == model.total_steps and is_wanted(model)]
         return sorted(
             found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0, model.run)
         )
@@ -166,7 +166,7 @@ def tables(results: Results) -> list[str]:
     lines += _score_table(
         first, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
     )
-    checkpoints = [name for name, model in sorted(results.models.items()) if not model.is_final]
+    checkpoints = [name for name, model in sorted(results.models.items()) if model.steps < model.total_steps]
     body = [[name, *(first.cell(name, task) for task in TASKS)] for name in checkpoints]
     lines += [
         f"## Checkpoints before the decay (pretraining seed {FIRST_SEED})",

@@ -36,7 +36,7 @@ from typing import Any
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
 from biphasic.downstream.writer import TASK_RECORD
-from biphasic.storage import json_bytes, open_store, write_parquet
+from biphasic.storage import json_bytes, open_store, parquet_bytes
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 """The conversion of this text."""
@@ -116,7 +116,7 @@ def gather(folder: Path) -> dict[str, Any]:
     tables |= {f"pairs/{name}": columns for name, columns in retrieval_tables(pairs(documents)).items()}
     rows = {}
     for name, columns in tables.items():
-        write_parquet(folder / f"{name}.parquet", columns, _ROWS_PER_GROUP)
+        open_store(str(folder)).write(f"{name}.parquet", parquet_bytes(columns, _ROWS_PER_GROUP))
         rows[name] = len(next(iter(columns.values())))
     pair_rows = {name.removeprefix("pairs/"): count for name, count in rows.items() if name.startswith("pairs/")}
     record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": pair_rows}

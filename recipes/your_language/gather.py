@@ -28,7 +28,7 @@ from biphasic.config.load import load_job
 from biphasic.conversion.packing import document_number, validation_end
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store, write_parquet
+from biphasic.storage import json_bytes, open_store, parquet_bytes
 
 YAML = Path(__file__).parent / "data.yaml"
 PLACES = (Path("/usr/share"), Path(sys.prefix))
@@ -119,10 +119,10 @@ def gather(
             f"at least {_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths in {YAML.name}"
         )
     columns: dict[str, Any] = {"id": [i for i, _ in texts], "text": [text for _, text in texts]}
-    write_parquet(folder / "documents.parquet", columns, _ROWS_PER_GROUP)
+    open_store(str(folder)).write("documents.parquet", parquet_bytes(columns, _ROWS_PER_GROUP))
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}
     columns["negatives"] = pa.array([[]] * len(train), pa.list_(pa.string()))
-    write_parquet(folder / "pairs" / "train.parquet", columns, _ROWS_PER_GROUP)
+    open_store(str(folder)).write("pairs/train.parquet", parquet_bytes(columns, _ROWS_PER_GROUP))
     record = {"task": "sentences", "kind": "retrieval", "license": "of the programs", "rows": {"train": len(train)}}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
     _write_test_set(folder / "sentences", test)

@@ -1,11 +1,15 @@
-"""Record signals in a process that starts others, instead of ending it."""
+"""Record signals in a process that starts others, instead of ending it, and end a process when its parent ends."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -29,3 +33,13 @@ def noted_signals(numbers: Sequence[signal.Signals], interrupt_on_second: bool =
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process as soon as its parent, the process with this id, dies.
+
+    A worker that outlives its driver could write a record while the next driver runs the same work.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

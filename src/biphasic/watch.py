@@ -26,11 +26,10 @@ from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError
 from biphasic.ranks import FAILED, INTERRUPTED
-from biphasic.signals import noted_signals
+from biphasic.signals import die_with_parent, noted_signals
 from biphasic.storage import Store, first_line, is_remote, is_unreachable, json_bytes, open_store, user_error
 from biphasic.training.loggers import log_scores
 from biphasic.training.metrics_file import SCORES
-from biphasic.workers.parent import die_with_parent
 
 POLL_SECONDS = 30.0
 NICENESS = 19

@@ -1,4 +1,4 @@
-"""A server that answers as the hub of datasets does, for the hub's own client."""
+"""A server that answers as the hub does for datasets and for the files of models, for the hub's own client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A dataset: a folder for each commit, and the commit of each revision (`main`, a tag, `refs/convert/parquet`)."""
+    """A dataset or model: a folder for each commit, and the commit of each revision (`main`, `refs/convert/parquet`)."""
 
     folders: dict[str, Path]
     revisions: dict[str, str] = field(default_factory=dict)
@@ -68,6 +68,8 @@ class _Hub(BaseHTTPRequestHandler):
                 self._none("EntryNotFound")
         elif words[0] == "datasets" and words[3:4] == ["resolve"]:
             self._file("/".join(words[1:3]), words[4], "/".join(words[5:]))
+        elif words[2:3] == ["resolve"]:
+            self._file("/".join(words[:2]), words[3], "/".join(words[4:]))
         else:
             self._none("RepoNotFound")
 
@@ -85,11 +87,14 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _file(self, name: str, revision: str, file: str) -> None:
         folder = self._folder(name, revision)
-        if folder is None or not (folder / file).is_file():
-            self._none("EntryNotFound" if folder is not None else "RevisionNotFound")
+        if folder is None:
+            self._none("RevisionNotFound" if name in self.repositories else "RepoNotFound")
+            return
+        commit = self.repositories[name].commit(revision) or ""
+        if not (folder / file).is_file():
+            self._none("EntryNotFound", commit)
             return
         content = (folder / file).read_bytes()
-        commit = self.repositories[name].commit(revision) or ""
         about = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         wanted = self.headers.get("Range")
         if wanted:
@@ -102,8 +107,8 @@ class _Hub(BaseHTTPRequestHandler):
     def _json(self, content: Any) -> None:
         self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
-    def _none(self, code: str) -> None:
-        self._send(404, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"})
+    def _none(self, code: str, commit: str = "") -> None:
+        self._send(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": commit, "Content-Type": "application/json"})
 
     def _send(self, status: int, content: bytes, about: dict[str, str]) -> None:
         self.send_response(status)
@@ -124,7 +129,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def serve_hub(repositories: dict[str, Repository], home: Path) -> Iterator[dict[str, str]]:
-    """Answer for these datasets; gives the environment of a process that shall ask here.
+    """Answer for these datasets and models; gives the environment of a process that shall ask here.
 
     The hub's client reads its address when it is imported, so it has to be another process.
     """

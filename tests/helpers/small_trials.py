@@ -1,8 +1,8 @@
 """Trials of two parameters in place of fine-tunings; the functions are named as in `biphasic.finetuning.trial`.
 
-The model's file says what a trial does: `{"do": "train" | "fail" | "die" | "hang", "log": FILE, ...}`. Trials that fail
-or hang train instead once the file `mended` exists. A trial adds a line to the log when it starts and when its training
-ends.
+The model's file says what a trial does: `{"do": "train" | "fail" | "die" | "hang" | "break", "log": FILE, ...}`. Trials
+that fail or hang train instead once the file `mended` exists. A trial adds a line to the log when it starts and when its
+training ends.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ def run_trial(config: FinetuneConfig) -> TrialResult:
         time.sleep(100)
     if settings["do"] == "die" and read_log(log, "started").count(config.run_name) <= settings["times"]:
         os.kill(os.getpid(), signal.SIGKILL)
+    if settings["do"] == "break" and config.seed == 0:
+        import torch
+
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     time.sleep(settings.get("seconds", 0))
     start = time.monotonic()
     score = train(config)

@@ -19,7 +19,7 @@ from biphasic.evaluation.scoring import SplitScores, bootstrap_interval, score
 from biphasic.evaluation.search import Run, trec_run
 from biphasic.evaluation.sets import read_set
 from biphasic.model.language_model import from_hf_config
-from biphasic.storage import write_parquet
+from biphasic.storage import open_store, parquet_bytes
 from helpers.exports import export_language_model
 from helpers.tiny import ROOT, WORDS, write_tokenizer
 from helpers.toy_sets import retrieval_pairs
@@ -67,7 +67,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qrels/test": {"query-id": ids, "corpus-id": ids, "score": [1] * QUERIES},
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        write_parquet(folder / f"{name}.parquet", columns, 100)
+        open_store(str(folder)).write(f"{name}.parquet", parquet_bytes(columns, 100))
     return folder
 
 

@@ -6,7 +6,6 @@ Also the record (`conversion.json`) that a conversion writes beside its splits.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import basename, dirname, join, normpath
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size, matching
-from biphasic.config.durations import Duration
+from biphasic.config.durations import BatchShape, BatchShapes, Duration
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, open_store
 
@@ -88,10 +87,8 @@ class DataConfig(_TrainingData):
 
     def first_row(self, global_batch_size: int) -> int:
         """Return the number of rows that are ordered before the run's first batch."""
-        in_unit = {"ba": 1, "sp": global_batch_size, "tok": global_batch_size * self.sequence_length}[
-            self.start_at.unit
-        ]
-        return math.ceil(self.start_at.value / in_unit) * global_batch_size
+        shapes = BatchShapes(((0, BatchShape(global_batch_size, self.sequence_length)),))
+        return shapes.batches(self.start_at) * global_batch_size
 
     def identity(self) -> tuple[Any, ...]:
         """Return what decides the rows and their order: the streams and the settings of their epochs."""

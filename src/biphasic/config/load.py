@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from biphasic.config.base import JOBS, schema_of
+from biphasic.config.base import JOBS, JobConfig, schema_of
 from biphasic.config.check import check
 from biphasic.config.read import escape_interpolations, read_tree
 from biphasic.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
-    from biphasic.config.base import JobConfig
     from biphasic.config.convert import ConvertConfig
     from biphasic.config.evaluate import EvaluateConfig
     from biphasic.config.finetune import FinetuneConfig
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
 
-Job = TypeVar("Job", bound="JobConfig")
+Job = TypeVar("Job", bound=JobConfig)
 _BASES = "base"
 """Name of folders with YAMLs that are only for the `defaults:` of others."""
 _LACKING = re.compile(r"is missing|Interpolation key \S+ not found")

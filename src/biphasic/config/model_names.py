@@ -55,11 +55,6 @@ class Facets:
     base_steps: int = 0
     """Steps of the continued model."""
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the model is the end of its run."""
-        return self.steps == self.total_steps
-
 
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
     """Return the model's name: as the paper names its models if the size is a preset, else from the run's name.

@@ -72,7 +72,7 @@ class Retriever(AbsEncoder):
         Raises:
             UserError: an embedding is not finite, or the cache's folder can't be written to.
         """
-        ids, query_ids, title = list(self._corpus["id"]), list(queries["id"]), f"{task_metadata.name} {hf_split}"
+        ids, query_ids, title = self._corpus["id"][:], queries["id"][:], f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
         embedded = self._embed_shared(texts, self._prompt(task_metadata, PromptType.query), f"{title}: queries")
         sought = torch.from_numpy(embedded).to(self.embedder.device)

@@ -152,7 +152,7 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
     if (model.dimension or 0) > encoder.width:
         raise UserError(f"model.dimension: {model.dimension} is more than the model's width of {encoder.width}")
     embedder = EncoderEmbedder(encoder, name, "", bf16, model.dimension)
-    fingerprint = model_fingerprint(path, model.revision)
+    fingerprint = model_fingerprint(path, model.revision, model.trust_remote_code)
     digest = embedder.digest(fingerprint)
     # mteb stores results by revision: the hub's commit, or a hash of everything that affects the scores if the model is
     # local or its embeddings are truncated.

@@ -62,11 +62,11 @@ def retrieval_task(
     for part, content in (("corpus", corpus), ("queries", queries)):
         if not len(content):
             raise UserError(f"retrieval set {name}: the {part} is empty")
-    _require_unique(name, "corpus has", corpus["id"])
+    _require_unique(name, "corpus has", corpus["id"][:])
     judged = {query for split in qrels.values() for query in split}
     _require_none(name, "judged queries are missing", judged - queries.keys())
     _require_none(name, "queries have no judgments (qrels)", queries.keys() - judged)
-    chosen, ids = {split: qrels[split] for split in only or qrels}, set(corpus["id"])
+    chosen, ids = {split: qrels[split] for split in only or qrels}, set(corpus["id"][:])
     graded = [
         (query, id) for split in chosen.values() for query, grades in split.items() for id in grades if grades[id] > 0
     ]
@@ -91,7 +91,7 @@ def judged_only(task: AbsTaskRetrieval) -> LocalRetrieval:
         judged = {doc for data in splits.values() for grades in data["relevant_docs"].values() for doc in grades}
         for split, data in splits.items():
             corpus: Any = data["corpus"]
-            kept = corpus.select([row for row, id in enumerate(corpus["id"]) if id in judged])
+            kept = corpus.select([row for row, id in enumerate(corpus["id"][:]) if id in judged])
             top_ranked: Any = data["top_ranked"]
             if top_ranked is not None:
                 top_ranked = {query: [id for id in ids if id in judged] for query, ids in top_ranked.items()}

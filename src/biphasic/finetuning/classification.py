@@ -169,7 +169,9 @@ class TokenClassification(PredictionTask):
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
         """Return the most likely label of each token of each text, and its probability."""
-        return most_likely(head(hidden), segments)
+        best = head(hidden).float().softmax(-1).max(-1)
+        columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
+        return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
         """Return the labels of each text's words.
@@ -199,13 +201,6 @@ class TokenClassification(PredictionTask):
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return `f1`, `precision` and `recall` of entities, and `sentence_f1`."""
         return {**entity_scores(gold, answers["predicted"]), "sentence_f1": sentence_f1(gold, answers["predicted"])}
-
-
-def most_likely(logits: Tensor, segments: Segments) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each text's most likely label at each token and its probability, from logits [tokens, labels]."""
-    best = logits.float().softmax(-1).max(-1)
-    columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
-    return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
 
 
 def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:

@@ -55,15 +55,12 @@ class FinetuneModel(ComposerModel):
             outputs = self._outputs(tokens, lengths)
         else:
             inputs = zip(tokens.split([sum(part) for part in passes]), passes, strict=True)
-            outputs = torch.cat([self._recomputed_outputs(*each) for each in inputs])
+            outputs = torch.cat([checkpoint(self._outputs, *each, use_reentrant=False) for each in inputs])
         return self.task.loss(self.head, outputs, Segments.of(lengths, tokens.device), batch)
 
     def _outputs(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         segments = Segments.of(lengths, tokens.device)
         return self.task.outputs(self.encoder.hidden(tokens, segments), segments)
-
-    def _recomputed_outputs(self, tokens: Tensor, lengths: list[int]) -> Any:
-        return checkpoint(self._outputs, tokens, lengths, use_reentrant=False)
 
     def loss(self, outputs: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # pyright: ignore
         """Return the microbatch's share of the mean loss over the global batch's targets."""

@@ -61,7 +61,7 @@ def trial_name(config: FinetuneConfig) -> str:
     if key not in _contents:
         family = build_task(config.model, task, config.cache)
         _contents[key] = [
-            [model_fingerprint(config.model.path, config.model.revision), config.model.trust_remote_code],
+            [model_fingerprint(*_source(config.model)), config.model.trust_remote_code],
             [family.text_tokenizer.fingerprint, family.text_tokenizer.max_length],
             [[table, folder.content_hash(table)] for folder, table in family.tables()],
             [(name, task.prompts_of(name)) for name in task.retrieval_sets] if task.kind == "retrieval" else [],
@@ -92,9 +92,10 @@ def require_validation(config: FinetuneConfig) -> None:
 
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
     """Return the task for a model's tokenizer; a UserError if the model or the data is missing."""
-    text_tokenizer = _load_text_tokenizer(model.path, model.revision, model.trust_remote_code, file_stamps(model.path))
-    if isinstance(text_tokenizer, UserError):
-        raise UserError(str(text_tokenizer))
+    key = (*_source(model), file_stamps(model.path))
+    if fault := _tokenizer_fault(*key, int(time.monotonic() // 60)):
+        raise UserError(fault)
+    text_tokenizer = _load_text_tokenizer(*key)
     return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
@@ -160,9 +161,8 @@ def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
 
     encoder = train_and_score(config.model_copy(update={"save_model": True}))[1].encoder
     # The task may have added an end of text; the encoder is for other tasks.
-    model = config.model
-    encoder.text_tokenizer = load_text_tokenizer(model.path, model.revision, model.trust_remote_code)
-    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {model.path}, without its head.\n"
+    encoder.text_tokenizer = load_text_tokenizer(*_source(config.model))
+    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {config.model.path}, without its head.\n"
     folder.parent.mkdir(parents=True, exist_ok=True)
     options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
     export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
@@ -210,13 +210,21 @@ def _architecture(model: EncoderConfig) -> Architecture | None:
         return None
 
 
+def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:
+    return model.path, model.revision, model.trust_remote_code
+
+
 @functools.lru_cache(maxsize=64)
-def _load_text_tokenizer(
-    path: str, revision: str | None, trust_remote_code: bool, stamps: tuple[Any, ...]
-) -> TextTokenizer | UserError:
-    """Load a tokenizer, or return the error. Both are cached until the model's files change, because a large vocabulary
-    takes a second to read and an unreachable hub takes a minute to fail."""
+def _load_text_tokenizer(path: str, revision: str | None, trust: bool, stamps: tuple[Any, ...]) -> TextTokenizer:
+    """Load a tokenizer. It is cached until the model's files change, because a large vocabulary takes a second to read."""
+    return load_text_tokenizer(path, revision, trust)
+
+
+@functools.lru_cache(maxsize=64)
+def _tokenizer_fault(path: str, revision: str | None, trust: bool, stamps: tuple[Any, ...], minute: int) -> str | None:
+    """Return why a tokenizer can't be loaded, or None. Cached for a minute, as an unreachable hub takes long to fail."""
     try:
-        return load_text_tokenizer(path, revision, trust_remote_code)
+        _load_text_tokenizer(path, revision, trust, stamps)
     except UserError as error:
-        return error
+        return str(error)
+    return None

@@ -57,7 +57,7 @@ def attention(
         segments: where each packed text begins and ends. Required; this and the next two arguments come from
             `attention_arguments`.
         is_causal: whether attention is causal. Required.
-        attention_backend: one of `BACKENDS`.
+        attention_backend: one of `BACKEND_FUNCTIONS`.
         sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2, ModernBERT).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
 
@@ -357,4 +357,3 @@ BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = {"varlen": _varlen, "flash2":
 
 Each takes query, key and value as `attention` does, `Segments` and `AttentionOptions`, and returns [1, tokens, heads,
 head_dim]."""
-BACKENDS = tuple(BACKEND_FUNCTIONS)

@@ -267,7 +267,7 @@ def load_network(auto_class: Any, path: str, config: Any, *, may_lack: tuple[str
     return network
 
 
-def model_fingerprint(path: str, revision: str | None) -> str:
+def model_fingerprint(path: str, revision: str | None, trust_remote_code: bool = False) -> str:
     """Return the hashes of a local model's files, or a hub model's commit. Raise a UserError if there is no model."""
     local = Path(path)
     if local.is_file():
@@ -275,7 +275,7 @@ def model_fingerprint(path: str, revision: str | None) -> str:
     if not local.is_dir():
         from huggingface_hub import hf_hub_download
 
-        load_hf_config(path, revision)
+        load_hf_config(path, revision, trust_remote_code)
         # In the hub's cache, a commit's files are in a folder with the commit's name.
         return Path(hf_hub_download(path, "config.json", revision=revision)).parent.name
     files = sorted({file for pattern in _FINGERPRINTED for file in local.glob(pattern) if file.is_file()})

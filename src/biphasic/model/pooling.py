@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from torch import Tensor
 from biphasic.config.evaluate import PoolingMode
 from biphasic.errors import UserError
 from biphasic.model.segments import Segments
-from biphasic.storage import user_errors
+from biphasic.storage import first_line, user_errors
+
+_log = logging.getLogger(__name__)
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
@@ -122,27 +125,42 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
 
 
 def _json(path: str, revision: str | None, name: str) -> Any:
-    """Read a JSON file of a folder or hub id; None if there is no such file."""
-    from huggingface_hub import constants
-    from transformers.utils.hub import cached_file
+    """Read a JSON file of a folder or hub id; None if there is no such file.
 
-    with user_errors(f"model {path}: {name} can't be read from the hub", ValueError):
-        file = cached_file(
-            path,
-            name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=not constants.HF_HUB_OFFLINE,
-        )
-    if file is None:
-        return None
+    Raises a UserError if it can't be read, or the hub doesn't answer and its cache doesn't say whether there is one.
+    """
+    file = Path(path, name) if Path(path).is_dir() else _hub_file(path, revision, name)
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+    except OSError as error:
+        raise UserError(f"model {path}: {name} can't be read ({first_line(error)})") from None
     except ValueError as error:
         raise UserError(f"model {path}: {name} can't be read ({error})") from None
+    if content is None:
+        return None
     is_list = name == "modules.json"
     items = content if is_list else [content]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         expected = "a list of objects" if is_list else "an object"
         raise UserError(f"model {path}: {name} can't be read (expected {expected})")
     return content
+
+
+def _hub_file(path: str, revision: str | None, name: str) -> Path | None:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with user_errors(f"model {path}: {name} can't be read from the hub", ValueError):
+        cached = try_to_load_from_cache(path, name, revision=revision)
+        # Without a network the hub's library would try for half a minute.
+        if cached is not None and not isinstance(cached, str):
+            return None  # the cache records that the newest commit that it knows has no such file
+        try:
+            return Path(hf_hub_download(path, name, revision=revision))
+        except LocalEntryNotFoundError:
+            if not constants.HF_HUB_OFFLINE:
+                raise
+            _log.warning("model %s: the hub is offline, and its cache has no %s: it is taken for missing", path, name)
+            return None
+        except EntryNotFoundError:
+            return None

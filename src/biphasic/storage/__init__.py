@@ -7,6 +7,8 @@ ranges. S3 is written through boto3, because some stores refuse pyarrow's upload
 
 from __future__ import annotations
 
+from posixpath import join
+
 from biphasic.storage.buckets import ArrowStore, S3Store, is_unreachable, user_error, user_errors
 from biphasic.storage.filesystems import azure_account, filesystem
 from biphasic.storage.local import (
@@ -17,7 +19,6 @@ from biphasic.storage.local import (
     file_hash,
     is_free,
     parquet_bytes,
-    write_parquet,
 )
 from biphasic.storage.paths import (
     UNFINISHED_PREFIX,
@@ -26,7 +27,6 @@ from biphasic.storage.paths import (
     is_folder,
     is_inside,
     is_remote,
-    join,
     json_bytes,
     without_password,
 )
@@ -35,7 +35,6 @@ __all__ = [
     "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account",
     "cached_file_hash", "file_hash", "filesystem", "first_line", "is_folder", "is_free", "is_inside", "is_remote",
     "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors",
-    "write_parquet",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore

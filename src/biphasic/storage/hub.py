@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -42,12 +43,13 @@ def why_missing(path: str, revision: str | None = None) -> str | None:
         return None
     if is_local_path(path):
         return "there is no such folder"
-    reason = _why_not_on_hub(path, revision)
+    reason = _why_not_on_hub(path, revision, int(time.monotonic() // 60))
     return None if reason is None else f"no such folder here, and from the hub: {reason}"
 
 
 @lru_cache(maxsize=256)
-def _why_not_on_hub(path: str, revision: str | None) -> str | None:
+def _why_not_on_hub(path: str, revision: str | None, minute: int) -> str | None:
+    """Ask the hub. The answer is cached for a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 

@@ -172,12 +172,6 @@ def _sync(file: Path) -> None:
         os.fsync(content.fileno())
 
 
-def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -> None:
-    """Write columns, by name, to a Parquet file with zstd compression."""
-    with atomic_path(file) as partial:
-        partial.write_bytes(parquet_bytes(columns, rows_per_group))
-
-
 def parquet_bytes(columns: Mapping[str, Any], rows_per_group: int | None = None) -> bytes:
     """Return columns, by name, as the content of a Parquet file with zstd compression."""
     import pyarrow as pa

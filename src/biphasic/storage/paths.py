@@ -67,11 +67,6 @@ def without_password(path: str) -> str:
     return path
 
 
-def join(folder: str, name: str) -> str:
-    """Join a local or remote folder and a name."""
-    return posixpath.join(folder, name)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     text = getattr(error, "strerror", None) or str(error).strip()

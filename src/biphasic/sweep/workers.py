@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import socket
 import time
 import traceback
@@ -25,6 +26,8 @@ from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
 
+_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of errors that a full GPU causes, besides those of PyTorch's allocator."""
 _USABLE = 0.9
 """Share of a GPU's memory that the estimates of its trials may add up to."""
 _CONTEXT_BYTES = 600 * 2**20
@@ -79,6 +82,8 @@ class Worker:
         # Slow imports happen here, once for all trials of this process.
         self._functions = import_module(module)
         self._output, self._folder, self._per_device = output, open_store(output), per_device
+        self._is_broken = False
+        """Whether a GPU's error has ended a trial: after most of them, all further calls of the process fail."""
         # Otherwise each trial's garbage collection would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
@@ -87,6 +92,8 @@ class Worker:
         """Train, score and write the record. A trial whose record is `done` isn't run again, except to keep its encoder."""
         import torch
 
+        if self._is_broken:
+            os._exit(1)
         start = time.monotonic()
         try:
             if job.keep:
@@ -104,7 +111,9 @@ class Worker:
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
         except Exception as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError) and self._per_device > 1:
+            self._is_broken = isinstance(error, torch.AcceleratorError)
+            is_full = isinstance(error, torch.cuda.OutOfMemoryError) or any(each in str(error) for each in _FULL)
+            if is_full and self._per_device > 1:
                 return FinishedJob(job, lost="its GPU was full")
             record = failed_record(job, error, traceback.format_exc())
             record = replace(record, seconds={"total": time.monotonic() - start})

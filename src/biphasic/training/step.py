@@ -242,7 +242,9 @@ class ObjectiveSchedule(Algorithm):
             )
         self.byte_lengths = self.byte_lengths.to(targets.device)  # copied once
         target_bytes = self.byte_lengths[targets.clamp(min=-1)].sum()
-        mean_targets, mean_bytes = _mean_over_ranks(torch.stack([(targets != IGNORE).sum(), target_bytes]))
+        counts = torch.stack([(targets != IGNORE).sum(), target_bytes]).to(torch.float32)
+        dist.all_reduce(counts, reduce_operation="SUM")
+        mean_targets, mean_bytes = counts.clamp(min=1.0) / dist.get_world_size()
         return PreparedBatch(
             objective=phase.name,
             phase=index,
@@ -266,12 +268,6 @@ class ObjectiveSchedule(Algorithm):
         The phase is not stored: it is looked up in this run's phases, because the checkpoint may come from another run.
         """
         self.last_batch = TrainingProgress(*state["last_batch"])
-
-
-def _mean_over_ranks(counts: Tensor) -> Tensor:
-    total = counts.to(torch.float32)
-    dist.all_reduce(total, reduce_operation="SUM")
-    return total.clamp(min=1.0) / dist.get_world_size()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
