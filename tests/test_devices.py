@@ -15,10 +15,31 @@ import torch
 from composer.devices import DeviceCPU, DeviceGPU
 
 import biphasic
-from biphasic.devices import rank_device, require_precision, set_allocators, supports_bf16
+from biphasic.devices import rank_device, require_compiler, require_precision, set_allocators, supports_bf16
 from biphasic.errors import UserError
 
 SOURCES = [*Path(next(iter(biphasic.__path__))).rglob("*.py")]
+
+
+def test_a_gpu_whose_driver_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for precision in ("amp_bf16", "fp32"):
+        with pytest.raises(UserError, match=r"has 8 GPUs, but its driver is too old for PyTorch's CUDA \d"):
+            require_precision(precision)
+
+
+def test_compiling_for_a_gpu_needs_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(UserError, match=rf"needs a C compiler \(gcc or clang\) and {tmp_path}/Python.h"):
+        require_compiler()
+    (tmp_path / "Python.h").touch()
+    require_compiler()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match="needs a C compiler"):
+        require_compiler()
 
 
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

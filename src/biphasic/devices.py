@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
@@ -58,14 +61,34 @@ def supports_bf16() -> bool:
 
 
 def require_precision(precision: str) -> None:
-    """Raise a UserError if the precision is `amp_bf16` and this machine has no GPU that computes in bf16."""
+    """Raise a UserError if the precision is `amp_bf16` and this machine has no GPU that computes in bf16.
+
+    Also if PyTorch can't use the machine's GPUs, since training would be on CPUs.
+    """
     import torch
 
+    if not torch.cuda.is_available() and (count := torch.cuda.device_count()):
+        cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
+        raise UserError(
+            f"this machine has {count} GPUs, but its driver is too old for PyTorch's CUDA {cuda}: update the driver, or "
+            "install PyTorch for an older CUDA (docs/versions.md)"
+        )
     if precision == "amp_bf16" and not supports_bf16():
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine has no GPU"
         raise UserError(
             f"precision: amp_bf16 needs a GPU of compute capability 8.0 (Ampere) or later ({name}): precision=fp32 runs "
             "everywhere"
+        )
+
+
+def require_compiler() -> None:
+    """Raise a UserError if Triton can't build its launcher, which needs a C compiler and Python's header files."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's, as Triton does
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    if not header.is_file() or not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UserError(
+            f"compute.compile: needs a C compiler (gcc or clang) and {header}: install them (Debian and Ubuntu: apt install "
+            "gcc python3-dev), or set compute.compile=false"
         )
 
 

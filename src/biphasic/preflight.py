@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.data import StreamConfig
+from biphasic.config.data import StreamConfig, read_conversions
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, require_compiler, require_precision
 from biphasic.errors import Unavailable, UserError
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
@@ -112,6 +112,13 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
     facts["versions"] = f"torch {torch.__version__}, CUDA {cuda or 'none'}"
     facts["node_bandwidth"], facts["bandwidth"] = _bandwidths(on_gpu)
+    if dist.get_local_rank() == 0:
+        try:
+            require_precision(config.precision)
+            if on_gpu and isinstance(config, PretrainConfig) and config.compute.compile is not False:
+                require_compiler()
+        except UserError as error:
+            facts["faults"].append(str(error))
     if dist.get_local_rank() == 0 and isinstance(config, PretrainConfig):
         for name, check_node in (("bucket", _bucket), ("disk", _disk), ("data", _data)):
             try:
@@ -287,7 +294,7 @@ def _data(config: PretrainConfig) -> str:
     from biphasic.training.record import conversion_record
 
     tokenizer = load_tokenizer(config.tokenizer)
-    conversion_record(config, tokenizer)
+    conversion_record(config, tokenizer, read_conversions(config.streams))
     for stream in config.splits.values():
         require_first_shard(stream)
     splits = len(config.splits)

@@ -15,7 +15,7 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 from torch import Tensor
 
-from biphasic.config.data import DataConfig
+from biphasic.config.data import DataConfig, read_conversions
 from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -160,10 +160,10 @@ def test_every_stream_must_fit_the_tokenizer(s3: Path, tmp_path: Path, write_yam
         write_record(tmp_path / "code", tokenizer, **changes)
         upload(tmp_path / "code", bucket, "code")
         with pytest.raises(UserError, match=message):
-            conversion_record(config, loaded)
+            conversion_record(config, loaded, read_conversions(config.streams))
     write_record(tmp_path / "code", tokenizer)
     upload(tmp_path / "code", bucket, "code")
-    record = conversion_record(config, loaded)
+    record = conversion_record(config, loaded, read_conversions(config.streams))
     assert record["source"] == "a mix of code (0.25), web (0.75)"
     assert (record["tokens"], record["rows"], record["documents"]) == (600, 20, 10)
 

@@ -15,13 +15,13 @@ from composer.loggers import Logger
 
 from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute
 from biphasic.training.compute import configure_compute
-from biphasic.training.step import PreparedBatch
+from biphasic.training.step import PreparedBatch, PretrainModel
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from helpers.decoders import saved_decoder
@@ -207,6 +207,50 @@ def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypa
     folder = train(config_of(write_yaml("measured", microbatch_size="auto")))
     assert set(rows) == {1, 4}
     assert losses(folder) == expected
+
+
+def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    trained: list[int] = []
+    fill, forward, fails = compute.MicrobatchSize._batch, PretrainModel.forward, True
+
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
+        rows.append(count)
+        return fill(self, state, length, count, causal)
+
+    def fill_memory(self: PretrainModel, batch: PreparedBatch) -> Any:
+        if batch.phase is not None:
+            trained.append(len(batch.lengths))
+            if fails and len(trained) > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return forward(self, batch)
+
+    monkeypatch.setattr(compute.MicrobatchSize, "_batch", record)
+    monkeypatch.setattr(PretrainModel, "forward", fill_memory)
+    measure_by_formula(monkeypatch, rows)
+    config = config_of(write_yaml("full", microbatch_size="auto"))
+    message = r"microbatch_size: auto: a GPU ran out of memory in batch 2 with microbatches of 4 rows: the next start"
+    with pytest.raises(Unavailable, match=message):
+        train(config)
+    assert set(trained) == {4}
+    fails = False
+    trained.clear()
+    train(config)
+    assert max(trained) == 3
+    # A number in the YAML isn't changed.
+    fails = True
+    trained.clear()
+    with pytest.raises(UserError, match="with microbatches of 4 rows: set a smaller number") as caught:
+        train(config_of(write_yaml("fixed", microbatch_size=4)))
+    assert not isinstance(caught.value, Unavailable)
+
+
+def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:
+    device: Any = SimpleNamespace(tensor_to_device=lambda tensor: tensor)
+    batch = compute.MicrobatchSize(SimpleNamespace(), 2.5)._batch(SimpleNamespace(device=device), 10, 2, True)  # pyright: ignore
+    assert batch.lengths == [[4, 2, 2, 2]] * 2
 
 
 def test_the_measurement_computes_as_in_training(

@@ -241,6 +241,8 @@ def test_auto_depends_on_the_size_of_the_states(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, ranks: int, expected: str
 ) -> None:
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: ranks)
+    # Another node's GPUs are larger than this one's; the smallest one decides on all ranks.
+    monkeypatch.setattr(parallel.dist, "all_gather_object", lambda value: [200 << 30, value])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Device", (), {"total_memory": memory}))
     config = config_of(write_yaml())

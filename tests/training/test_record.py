@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from composer.core import Timestamp
 
+from biphasic.config.data import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.training.record import RunRecord, conversion_record
 from conftest import Write
@@ -31,7 +32,7 @@ def test_the_commit_is_recorded_not_the_branch(write_yaml: Write, commit: str | 
     local = config.data.streams["data.train"].local
     assert local is not None
     (Path(local).parent / "conversion.json").write_text(json.dumps(record))
-    data = conversion_record(config, tokenizer)
+    data = conversion_record(config, tokenizer, read_conversions(config.streams))
     assert data["source"] == {**source, "revision": revision}
     assert data["tokens"] == 5
 

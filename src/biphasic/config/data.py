@@ -246,6 +246,12 @@ class StreamRecord:
         """Average number of tokens in a row, excluding padding."""
         return self.split["tokens"] / self.split["rows"]
 
+    @property
+    def segments_per_row(self) -> float:
+        """Average number of segments in a row. Those of `stream` span documents: up to three."""
+        kind = self.record.get("config", {}).get("segments", {}).get("kind")
+        return 3.0 if kind == "stream" else self.split.get("documents", 0) / self.split["rows"]
+
 
 def split_conversion_path(path: str) -> tuple[str, str]:
     """Return a split's conversion folder and name: `s3://b/out/train` gives `s3://b/out` and `train`."""

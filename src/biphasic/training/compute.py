@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
 from biphasic.config.pretrain import ComputeConfig, PretrainConfig
-from biphasic.errors import UserError
+from biphasic.devices import require_compiler
+from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention
 from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
@@ -25,6 +28,8 @@ from biphasic.training.step import PreparedBatch
 
 MICROBATCH_FILE = "microbatch-{length}.json"
 """Name of the file with the result for rows of a length."""
+_TOO_LARGE_FILE = "microbatch-too-large.json"
+"""Name of the file that a rank writes which runs out of memory in training, with the microbatch's tokens."""
 
 
 def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
@@ -34,7 +39,7 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
 
     Raises:
         UserError: the requested attention backend or its kernels aren't installed, don't run on this machine, or lack an
-            option of the model.
+            option of the model; or nothing can be compiled for the GPU.
     """
     gpu = torch.cuda.is_available()
     if config.attention != "auto" and not attention.backend_available(config.attention):
@@ -58,6 +63,8 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     backbone.attention_backend = backend
     model.compiled_loss = gpu if config.compile == "auto" else config.compile
     if model.compiled_loss:
+        if gpu:
+            require_compiler()
         decoder_layers.compile_layers(backbone)
     count = len(backbone.layers)
     decoder_layers.recompute_layers(backbone, config.recomputed(count))
@@ -73,12 +80,15 @@ class MicrobatchSize(Algorithm):
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
     result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
     training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
-    the first phase; other rows have about as many tokens in a microbatch.
+    the first phase; other rows have about as many tokens in a microbatch. `segments` is the mean number of segments in a
+    row of the data.
     """
 
-    def __init__(self, config: PretrainConfig):
+    def __init__(self, config: PretrainConfig, segments: float = 1):
         self.config, self.sizes = config, list[int]()
         """The microbatch size of each phase, once it is known."""
+        # cuDNN's backward pass takes memory for each segment. Some microbatches have more than the mean.
+        self._segments, self._length = math.ceil(1.25 * segments), 0
 
     def match(self, event: Event, state: State) -> bool:
         """Run before training, before the validation that a resumed run repeats first, and at each batch."""
@@ -95,6 +105,7 @@ class MicrobatchSize(Algorithm):
         if event == Event.BATCH_START:
             batch: Any = state.batch
             state.device_train_microbatch_size = self.sizes[batch.phase]
+            self._length = self.config.inputs[batch.phase].data.sequence_length
         elif not self.sizes:
             ranks, fitting = dist.get_world_size(), self._fitting(state)
             for each in self.config.inputs:
@@ -106,8 +117,24 @@ class MicrobatchSize(Algorithm):
                 for evaluator in state.evaluators:
                     evaluator.device_eval_microbatch_size = self.sizes[0]
                 if torch.cuda.is_available():
-                    # The run's peak is not that of the largest microbatch that was tried.
+                    # The run's peak is not that of the largest microbatch that was tried, which may not have fit.
+                    torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
+
+    def out_of_memory(self, state: State) -> UserError:
+        """Return the error of a rank that ran out of GPU memory in training.
+
+        If the size was measured, it is noted in the run's folder, and the next start takes a smaller one.
+        """
+        size = int(state.device_train_microbatch_size or 0)
+        problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {size} rows"
+        if not _is_measured(self.config):
+            advice = "set a smaller number, or auto, or compute.activation_checkpointing: all"
+            return UserError(f"microbatch_size: {problem}: {advice}")
+        file = self.config.run_folder / _TOO_LARGE_FILE
+        with suppress(OSError), atomic_path(file) as partial:
+            partial.write_bytes(json_bytes({"tokens": size * self._length}))
+        return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less ({file})")
 
     def _compile(self, state: State) -> None:
         """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
@@ -139,10 +166,12 @@ class MicrobatchSize(Algorithm):
         """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
         is_first_rank = dist.get_global_rank() == 0
         file = self.config.run_folder / MICROBATCH_FILE.format(length=length)
-        circumstances = _circumstances(self.config, length, rows)
+        circumstances = {"segments": self._segments, **_circumstances(self.config, length, rows)}
+        # A tenth less than what was too large in training, on any rank.
+        rows = max(min(rows, int(0.9 * min(dist.all_gather_object(_too_large(self.config)))) // length), 1)
         fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if is_first_rank else 0))
         if fitting:
-            return fitting
+            return min(fitting, rows)
         if is_first_rank:
             what = f"{rows} rows of {length} tokens fit the GPU (a minute or two, once)"
             print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
@@ -192,7 +221,7 @@ class MicrobatchSize(Algorithm):
 
     def _batch(self, state: State, length: int, rows: int, causal: bool) -> PreparedBatch:
         """Return a batch with a target at every position."""
-        tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
+        tokens, count = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64)), self._segments
         return PreparedBatch(
             objective="clm" if causal else "mlm",
             phase=None,
@@ -200,7 +229,7 @@ class MicrobatchSize(Algorithm):
             inputs=tokens,
             targets=tokens,
             row_ids=tokens[:, 0],
-            lengths=[[length]] * rows,
+            lengths=[[length - (count - 1) * (length // count), *[length // count] * (count - 1)]] * rows,
             mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
             bytes_per_target=tokens[0, 0],
@@ -223,6 +252,14 @@ def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
         return int(record["rows"]) if record["circumstances"] == circumstances else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+def _too_large(config: PretrainConfig) -> int:
+    """Return the tokens of a microbatch that ran out of memory on this node; a large number if none did."""
+    try:
+        return int(json.loads((config.run_folder / _TOO_LARGE_FILE).read_text(encoding="utf-8"))["tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 2**62
 
 
 def _missing_optimizer_state(state: State) -> float:

@@ -44,6 +44,8 @@ def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str 
     if strategy != "auto":
         return strategy
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    if memory is not None:
+        memory = min(dist.all_gather_object(memory))  # nodes may have different GPUs
     states = size.state_bytes(shards=1) + (size.bucket_bytes if dist.get_world_size() > 1 else 0)
     fits = memory is None or states <= STATES_SHARE * memory
     return "ddp" if fits and not sharded else "fsdp"

@@ -16,6 +16,7 @@ from composer.utils import dist
 
 from biphasic.checkpointing.open_run import Run, open_run
 from biphasic.checkpointing.schedule import elapsed, validation_schedule
+from biphasic.config.data import read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.batches import TrainingBatches
@@ -41,10 +42,16 @@ def pretrain(config: PretrainConfig) -> Path:
     """Train a model, resuming from the newest checkpoint if there is one. Return the run's folder.
 
     Raises:
-        UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, or a shard is damaged.
+        UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, a shard is damaged, or a GPU
+            runs out of memory.
     """
     with open_run(config) as run:
-        run.train(prepare(config, run))
+        trainer = prepare(config, run)
+        try:
+            run.train(trainer)
+        except torch.OutOfMemoryError as error:
+            microbatch = next(each for each in trainer.state.algorithms if isinstance(each, MicrobatchSize))
+            raise microbatch.out_of_memory(trainer.state) from error
     return config.run_folder
 
 
@@ -53,8 +60,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     # Tokenizer and rows
     run.say(f"reading {config.tokenizer} and the records of the data")
     tokenizer = load_tokenizer(config.tokenizer)
-    data_record = conversion_record(config, tokenizer)
     streams = config.streams
+    conversions = read_conversions(streams)
+    data_record = conversion_record(config, tokenizer, conversions)
     run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
     batches = TrainingBatches(
         config, lambda own, rows: build_loader(own.data, own.streams, rows, config.seed, train=True)
@@ -85,7 +93,8 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
-    algorithms: list[Algorithm] = [learning_rate, objective, MicrobatchSize(config), guard]
+    segments = max((each.segments_per_row for each in conversions.values()), default=1)
+    algorithms: list[Algorithm] = [learning_rate, objective, MicrobatchSize(config, segments), guard]
 
     # What is measured, logged and saved
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32

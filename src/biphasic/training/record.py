@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing.schedule import elapsed
-from biphasic.config.data import StreamRecord, read_conversions
+from biphasic.config.data import StreamRecord
 from biphasic.config.load import dump
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
@@ -85,13 +85,14 @@ class RunRecord(Callback):
             phase.update(batches=stored["batches"], tokens=stored["tokens"])
 
 
-def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Read how the training data was converted, for the run record; empty if no stream has a conversion record.
+def conversion_record(
+    config: PretrainConfig, tokenizer: Tokenizer, conversions: dict[str, StreamRecord]
+) -> dict[str, Any]:
+    """Return how the training data was converted, for the run record; empty if no stream has a conversion record.
 
     Raises:
         UserError: a stream was converted with another tokenizer or sequence length.
     """
-    conversions = read_conversions(config.streams)
     if problems := row_problems(config, conversions, tokenizer):
         raise UserError("\n".join(problems))
     if not conversions:

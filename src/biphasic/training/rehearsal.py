@@ -184,10 +184,12 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
 
     yield mock.patch.object(torch, "compile", compile_function)
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
+    yield mock.patch.object(compute, "require_compiler")
     replaced = {
         "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(data, rows),
         "load_tokenizer": lambda *_: tokenizer,
-        "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
+        "conversion_record": lambda *_: {}, "read_conversions": lambda *_: {},
+        "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
         "TokenTexts": lambda _: SimpleNamespace(texts=[b"ab"] * vocab_size),
     }  # fmt: skip
     for name, replacement in replaced.items():
