@@ -67,12 +67,7 @@ def require_precision(precision: str) -> None:
     """
     import torch
 
-    if not torch.cuda.is_available() and (count := torch.cuda.device_count()):
-        cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
-        raise UserError(
-            f"this machine has {count} GPUs, but its driver is too old for PyTorch's CUDA {cuda}: update the driver, or "
-            "install PyTorch for an older CUDA (docs/versions.md)"
-        )
+    require_usable_gpus()
     if precision == "amp_bf16" and not supports_bf16():
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine has no GPU"
         raise UserError(
@@ -81,11 +76,34 @@ def require_precision(precision: str) -> None:
         )
 
 
+def require_usable_gpus() -> None:
+    """Raise a UserError if this machine has GPUs that PyTorch can't use."""
+    import torch
+
+    if not torch.cuda.is_available() and (count := torch.cuda.device_count()):
+        toolkit = torch.version.cuda or torch.version.hip  # pyright: ignore[reportAttributeAccessIssue]
+        raise UserError(
+            f"this machine has GPUs ({count}), but PyTorch can't use them: usually the driver is older than CUDA {toolkit} "
+            "needs. Update it, or install PyTorch for an older CUDA (docs/versions.md)"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is that of a full GPU: of PyTorch's allocator, of CUDA, or of cuBLAS."""
+    import torch
+
+    texts = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+
+
 def require_compiler() -> None:
     """Raise a UserError if Triton can't build its launcher, which needs a C compiler and Python's header files."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's, as Triton does
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    if not header.is_file() or not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    elsewhere = os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")
+    if not (header.is_file() or elsewhere) or not (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    ):
         raise UserError(
             f"compute.compile: needs a C compiler (gcc or clang) and {header}: install them (Debian and Ubuntu: apt install "
             "gcc python3-dev), or set compute.compile=false"

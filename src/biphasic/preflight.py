@@ -21,7 +21,7 @@ from biphasic.config.load import load
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.devices import rank_device, require_compiler, require_precision
+from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
@@ -102,6 +102,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     from biphasic.checkpointing.node_folders import require_node_folders
     from biphasic.checkpointing.stopping import ProcessGroup
 
+    require_usable_gpus()  # before ranks of GPUs wait for one of CPUs
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     on_gpu = torch.cuda.is_available()
     dist.barrier()

@@ -70,7 +70,13 @@ def run_trial(config: FinetuneConfig) -> TrialResult:
     if settings["do"] == "break" and config.seed == 0:
         import torch
 
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        def fail() -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+        torch.cuda.synchronize = fail  # pyright: ignore[reportAttributeAccessIssue]
+        write_line(log, "broken", str(os.getpid()))
+        fail()
     time.sleep(settings.get("seconds", 0))
     start = time.monotonic()
     score = train(config)

@@ -14,6 +14,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from biphasic.config.architecture import PRESETS
+from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
@@ -248,9 +249,20 @@ def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
 
 
 def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:
-    device: Any = SimpleNamespace(tensor_to_device=lambda tensor: tensor)
-    batch = compute.MicrobatchSize(SimpleNamespace(), 2.5)._batch(SimpleNamespace(device=device), 10, 2, True)  # pyright: ignore
-    assert batch.lengths == [[4, 2, 2, 2]] * 2
+    """The mean of 2.5 documents, a quarter more, and padding; in the phase whose rows they are, and at most a token each."""
+    state: Any = SimpleNamespace(device=SimpleNamespace(tensor_to_device=lambda tensor: tensor))
+    phases = [(10, "data.train"), (12, "objective.phases.1.data.train"), (4, "objective.phases.2.data.train")]
+    inputs = [
+        SimpleNamespace(data=SimpleNamespace(sequence_length=length), streams={key: None}) for length, key in phases
+    ]
+    config: Any = SimpleNamespace(inputs=inputs)
+    split = {"documents": 5, "rows": 2, "tokens": 20}
+    records = {key: StreamRecord("", {}, split) for key in ("data.train", "objective.phases.2.data.train")}
+    records["objective.phases.2.data.train"] = StreamRecord("", {}, {**split, "documents": 50})
+    size = compute.MicrobatchSize(config, records)
+    assert size._batch(state, 10, 2, True).lengths == [[2, 2, 2, 2, 2]] * 2
+    assert size._batch(state, 12, 1, True).lengths == [[12]]
+    assert size._batch(state, 4, 1, True).lengths == [[1, 1, 1, 1]]
 
 
 def test_the_measurement_computes_as_in_training(

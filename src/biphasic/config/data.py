@@ -248,9 +248,9 @@ class StreamRecord:
 
     @property
     def segments_per_row(self) -> float:
-        """Average number of segments in a row. Those of `stream` span documents: up to three."""
+        """Average number of segments in a row. Those of `stream` span documents, and have half a row on average."""
         kind = self.record.get("config", {}).get("segments", {}).get("kind")
-        return 3.0 if kind == "stream" else self.split.get("documents", 0) / self.split["rows"]
+        return 2.0 if kind == "stream" else self.split.get("documents", 0) / self.split["rows"]
 
 
 def split_conversion_path(path: str) -> tuple[str, str]:

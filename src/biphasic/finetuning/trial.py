@@ -44,6 +44,10 @@ FAMILIES: dict[str, type[FinetuneTask]] = {
     "retrieval": Retrieval,
 }
 """The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
+_tokenizer_faults: dict[tuple[Any, ...], tuple[float, UserError]] = {}
+"""Why a model's tokenizer can't be loaded, and since when this is known."""
+_FAULT_SECONDS = 60
+"""How long a fault is kept: an unreachable hub takes a minute to fail, but may answer later."""
 _contents: dict[tuple[Any, ...], list[Any]] = {}
 """Hashes of everything that a trial reads."""
 
@@ -93,9 +97,14 @@ def require_validation(config: FinetuneConfig) -> None:
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
     """Return the task for a model's tokenizer; a UserError if the model or the data is missing."""
     key = (*_source(model), file_stamps(model.path))
-    if fault := _tokenizer_fault(*key, int(time.monotonic() // 60)):
-        raise UserError(fault)
-    text_tokenizer = _load_text_tokenizer(*key)
+    when, fault = _tokenizer_faults.get(key, (0.0, None))
+    if fault is not None and time.monotonic() - when < _FAULT_SECONDS:
+        raise type(fault)(str(fault))
+    try:
+        text_tokenizer = _load_text_tokenizer(*key)
+    except UserError as error:
+        _tokenizer_faults[key] = time.monotonic(), error
+        raise
     return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
@@ -218,13 +227,3 @@ def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:
 def _load_text_tokenizer(path: str, revision: str | None, trust: bool, stamps: tuple[Any, ...]) -> TextTokenizer:
     """Load a tokenizer. It is cached until the model's files change, because a large vocabulary takes a second to read."""
     return load_text_tokenizer(path, revision, trust)
-
-
-@functools.lru_cache(maxsize=64)
-def _tokenizer_fault(path: str, revision: str | None, trust: bool, stamps: tuple[Any, ...], minute: int) -> str | None:
-    """Return why a tokenizer can't be loaded, or None. Cached for a minute, as an unreachable hub takes long to fail."""
-    try:
-        _load_text_tokenizer(path, revision, trust, stamps)
-    except UserError as error:
-        return str(error)
-    return None

@@ -19,6 +19,8 @@ from biphasic.config.evaluate import PoolingMode
 from biphasic.errors import UserError
 from biphasic.model.segments import Segments
 from biphasic.storage import first_line, user_errors
+from biphasic.storage.hub import hub_errors
+from biphasic.storage.paths import UnreachableError
 
 _log = logging.getLogger(__name__)
 
@@ -156,11 +158,16 @@ def _hub_file(path: str, revision: str | None, name: str) -> Path | None:
         if cached is not None and not isinstance(cached, str):
             return None  # the cache records that the newest commit that it knows has no such file
         try:
-            return Path(hf_hub_download(path, name, revision=revision))
+            with hub_errors():
+                return Path(hf_hub_download(path, name, revision=revision))
+        except UnreachableError:
+            if cached is None:
+                raise
+            return Path(cached)
         except LocalEntryNotFoundError:
             if not constants.HF_HUB_OFFLINE:
                 raise
             _log.warning("model %s: the hub is offline, and its cache has no %s: it is taken for missing", path, name)
-            return None
         except EntryNotFoundError:
-            return None
+            pass
+    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import socket
 import time
 import traceback
@@ -19,6 +18,7 @@ from importlib import import_module
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
+from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from biphasic.sweep.grid import TRIAL_MODULE, encoder_folder
@@ -26,8 +26,6 @@ from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
 
-_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of errors that a full GPU causes, besides those of PyTorch's allocator."""
 _USABLE = 0.9
 """Share of a GPU's memory that the estimates of its trials may add up to."""
 _CONTEXT_BYTES = 600 * 2**20
@@ -62,6 +60,8 @@ class FinishedJob:
     """Whether the record was written to the output."""
     lost: str | None = None
     """Why there is no record."""
+    is_broken: bool = False
+    """Whether the worker can't run another trial."""
 
 
 def failed_record(job: TrialJob, error: BaseException | str, trace: str) -> TrialRecord:
@@ -82,8 +82,6 @@ class Worker:
         # Slow imports happen here, once for all trials of this process.
         self._functions = import_module(module)
         self._output, self._folder, self._per_device = output, open_store(output), per_device
-        self._is_broken = False
-        """Whether a GPU's error has ended a trial: after most of them, all further calls of the process fail."""
         # Otherwise each trial's garbage collection would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
@@ -92,8 +90,18 @@ class Worker:
         """Train, score and write the record. A trial whose record is `done` isn't run again, except to keep its encoder."""
         import torch
 
-        if self._is_broken:
-            os._exit(1)
+        finished = self._run(job)
+        # Free the trial's memory for the next trial and for other trials on the same GPU.
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:  # after most errors of a GPU, all further calls of the process fail
+                return replace(finished, is_broken=True)
+        return finished
+
+    def _run(self, job: TrialJob) -> FinishedJob:
         start = time.monotonic()
         try:
             if job.keep:
@@ -111,17 +119,10 @@ class Worker:
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
         except Exception as error:
-            self._is_broken = isinstance(error, torch.AcceleratorError)
-            is_full = isinstance(error, torch.cuda.OutOfMemoryError) or any(each in str(error) for each in _FULL)
-            if is_full and self._per_device > 1:
+            if is_out_of_memory(error) and self._per_device > 1:
                 return FinishedJob(job, lost="its GPU was full")
             record = failed_record(job, error, traceback.format_exc())
             record = replace(record, seconds={"total": time.monotonic() - start})
-        finally:
-            # Free the trial's memory for the next trial and for other trials on the same GPU.
-            gc.collect()
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
         if job.keep:
             return FinishedJob(job, record)
         try:
@@ -173,7 +174,12 @@ class Workers:
 
         Raises a UserError if workers repeatedly die while starting.
         """
-        return [_finished(ended) for ended in self._group.wait(seconds)]
+        finished = []
+        for ended in self._group.wait(seconds):
+            finished.append(_finished(ended))
+            if finished[-1].is_broken:
+                self._group.replace(ended.worker)
+        return finished
 
     def _fits(self, job: TrialJob, slot: Slot) -> bool:
         neighbours = [other.job for other in self._group.slots if other.location == slot.location and other.job]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
+from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import ComputeConfig, PretrainConfig
 from biphasic.devices import require_compiler
 from biphasic.errors import Unavailable, UserError
@@ -80,15 +83,23 @@ class MicrobatchSize(Algorithm):
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
     result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
     training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
-    the first phase; other rows have about as many tokens in a microbatch. `segments` is the mean number of segments in a
-    row of the data.
+    the first phase; other rows have about as many tokens in a microbatch. With `conversions`, the
+    records of the data, measured rows have as many segments as its rows: FlashAttention's and cuDNN's backward passes take
+    memory for each.
     """
 
-    def __init__(self, config: PretrainConfig, segments: float = 1):
+    def __init__(self, config: PretrainConfig, conversions: Mapping[str, StreamRecord] = MappingProxyType({})):
         self.config, self.sizes = config, list[int]()
         """The microbatch size of each phase, once it is known."""
-        # cuDNN's backward pass takes memory for each segment. Some microbatches have more than the mean.
-        self._segments, self._length = math.ceil(1.25 * segments), 0
+        self._shape = 0, 0
+        """Rows and row length of the microbatches of the current phase."""
+        self._segments: dict[int, int] = {}
+        for each in config.inputs if conversions else ():
+            length = each.data.sequence_length
+            for key in filter(each.streams.__contains__, conversions):
+                # Some microbatches have more than the mean, and padding is a segment too.
+                count = min(math.ceil(1.25 * conversions[key].segments_per_row) + 1, length)
+                self._segments[length] = max(self._segments.get(length, 1), count)
 
     def match(self, event: Event, state: State) -> bool:
         """Run before training, before the validation that a resumed run repeats first, and at each batch."""
@@ -105,7 +116,7 @@ class MicrobatchSize(Algorithm):
         if event == Event.BATCH_START:
             batch: Any = state.batch
             state.device_train_microbatch_size = self.sizes[batch.phase]
-            self._length = self.config.inputs[batch.phase].data.sequence_length
+            self._shape = self.sizes[batch.phase], self.config.inputs[batch.phase].data.sequence_length
         elif not self.sizes:
             ranks, fitting = dist.get_world_size(), self._fitting(state)
             for each in self.config.inputs:
@@ -126,14 +137,17 @@ class MicrobatchSize(Algorithm):
 
         If the size was measured, it is noted in the run's folder, and the next start takes a smaller one.
         """
-        size = int(state.device_train_microbatch_size or 0)
-        problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {size} rows"
-        if not _is_measured(self.config):
-            advice = "set a smaller number, or auto, or compute.activation_checkpointing: all"
+        rows, length = self._shape
+        if self.sizes and state.dataloader_label != "train":  # a validation
+            rows, length = self.sizes[0], self.config.inputs[0].data.sequence_length
+        problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {rows} rows"
+        if not _is_measured(self.config) or rows <= 1:
+            advice = "set a smaller number, parallelism.strategy: fsdp, or compute.activation_checkpointing: all"
             return UserError(f"microbatch_size: {problem}: {advice}")
         file = self.config.run_folder / _TOO_LARGE_FILE
         with suppress(OSError), atomic_path(file) as partial:
-            partial.write_bytes(json_bytes({"tokens": size * self._length}))
+            note = {"circumstances": _circumstances(self.config, 0, 0), "tokens": rows * length}
+            partial.write_bytes(json_bytes(note))
         return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less ({file})")
 
     def _compile(self, state: State) -> None:
@@ -146,6 +160,7 @@ class MicrobatchSize(Algorithm):
                 for phase, own, size in zip(phases, inputs, self.sizes, strict=True)
             ]
             for causal, length, rows in dict.fromkeys(shapes):
+                self._shape = rows, length
                 self._train(state, length, rows, causal)
 
     def _fitting(self, state: State) -> dict[int, int]:
@@ -166,7 +181,8 @@ class MicrobatchSize(Algorithm):
         """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
         is_first_rank = dist.get_global_rank() == 0
         file = self.config.run_folder / MICROBATCH_FILE.format(length=length)
-        circumstances = {"segments": self._segments, **_circumstances(self.config, length, rows)}
+        segments = self._segments.get(length, 1)
+        circumstances = {"segments": segments, **_circumstances(self.config, length, rows)}
         # A tenth less than what was too large in training, on any rank.
         rows = max(min(rows, int(0.9 * min(dist.all_gather_object(_too_large(self.config)))) // length), 1)
         fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if is_first_rank else 0))
@@ -221,7 +237,8 @@ class MicrobatchSize(Algorithm):
 
     def _batch(self, state: State, length: int, rows: int, causal: bool) -> PreparedBatch:
         """Return a batch with a target at every position."""
-        tokens, count = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64)), self._segments
+        tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
+        count = self._segments.get(length, 1)
         return PreparedBatch(
             objective="clm" if causal else "mlm",
             phase=None,
@@ -257,7 +274,8 @@ def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
 def _too_large(config: PretrainConfig) -> int:
     """Return the tokens of a microbatch that ran out of memory on this node; a large number if none did."""
     try:
-        return int(json.loads((config.run_folder / _TOO_LARGE_FILE).read_text(encoding="utf-8"))["tokens"])
+        record = json.loads((config.run_folder / _TOO_LARGE_FILE).read_text(encoding="utf-8"))
+        return int(record["tokens"]) if record["circumstances"] == _circumstances(config, 0, 0) else 2**62
     except (OSError, ValueError, KeyError, TypeError):
         return 2**62
 

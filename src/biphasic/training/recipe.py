@@ -23,7 +23,7 @@ from biphasic.data.batches import TrainingBatches
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
-from biphasic.devices import rank_device
+from biphasic.devices import is_out_of_memory, rank_device
 from biphasic.model.backbone import build_language_model
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
@@ -49,7 +49,9 @@ def pretrain(config: PretrainConfig) -> Path:
         trainer = prepare(config, run)
         try:
             run.train(trainer)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             microbatch = next(each for each in trainer.state.algorithms if isinstance(each, MicrobatchSize))
             raise microbatch.out_of_memory(trainer.state) from error
     return config.run_folder
@@ -93,8 +95,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
-    segments = max((each.segments_per_row for each in conversions.values()), default=1)
-    algorithms: list[Algorithm] = [learning_rate, objective, MicrobatchSize(config, segments), guard]
+    is_by_segment = model.backbone.attention_backend in ("varlen", "flash2")
+    microbatch = MicrobatchSize(config, conversions if is_by_segment else {})
+    algorithms: list[Algorithm] = [learning_rate, objective, microbatch, guard]
 
     # What is measured, logged and saved
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32

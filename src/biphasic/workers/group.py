@@ -31,6 +31,10 @@ class Slot:
         """Give the worker a job: a call of a method of its object."""
         self.job, self.pending = job, self._submit(_call, method, *arguments)
 
+    def close(self) -> None:
+        """End the worker."""
+        self._executor.shutdown(wait=False)
+
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         try:
             return self._executor.submit(function, *arguments)
@@ -50,6 +54,8 @@ class EndedJob:
     error: BaseException | None = None
     lost: bool = False
     """Whether the worker died."""
+    worker: int = 0
+    """The worker's number."""
 
 
 class WorkerGroup(ABC):
@@ -121,6 +127,11 @@ class WorkerGroup(ABC):
         calls = wait(numbers, seconds, FIRST_COMPLETED).done
         return [ended for call in calls if (ended := self._collect(numbers[call], call)) is not None]
 
+    def replace(self, number: int) -> None:
+        """Start another worker in place of one that has no job."""
+        self.slots[number].close()
+        self.slots[number] = self._slot(number)
+
     def _collect(self, number: int, call: Future[Any]) -> EndedJob | None:
         """Return the slot's ended job; None if the call was the worker's start."""
         slot, error = self.slots[number], call.exception()
@@ -128,7 +139,7 @@ class WorkerGroup(ABC):
         if lost := isinstance(error, (BrokenExecutor, *self.lost)):
             self.slots[number] = self._slot(number)
         if job is not None:
-            return EndedJob(job, None if error else call.result(), error, lost)
+            return EndedJob(job, None if error else call.result(), error, lost, number)
         if error is None:
             self._failed_starts, slot.location = 0, call.result()
             return None
