@@ -253,12 +253,15 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
         command = run([str(YAML), "record", "squad", f"output={tmp_path / 'out'}", *overrides], environment)
         assert command.returncode == 0, command.stderr
         missing = run([str(YAML), "sst2", f"output={tmp_path / 'out'}"], environment)
+        of_script = ["tasks.record.source={path: aps/super_glue}", *overrides[1:]]
+        refused = run([str(YAML), "record", f"output={tmp_path / 'other'}", *of_script], environment)
     record = json.loads((tmp_path / "out" / "record" / TASK_RECORD).read_text())
     assert record["commits"] == {"aps/super_glue": commits[0]}
     assert record["rows"] == {"validation": 1, "train": 19, "test": 20}
     assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {
         "rajpurkar/squad": commits[1]
     }
+    assert refused.returncode == 1 and "give `revision: refs/convert/parquet` and its `files` there" in refused.stderr
     assert missing.returncode == 1
     assert missing.stderr.startswith("sst2: nyu-mll/glue, sst2, train: can't be read (")
 

@@ -134,7 +134,11 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
-        raise UserError(f"{source}: can't be read ({first_line(cause)})") from error
+        is_script = "Dataset scripts are no longer supported" in str(cause)
+        advice = (
+            ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml" * is_script
+        )
+        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice}") from error
     names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
     if missing := [column for column in columns if column not in names]:
         has, expected = ", ".join(names), ", ".join(columns)
