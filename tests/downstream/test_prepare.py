@@ -254,7 +254,8 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
         assert command.returncode == 0, command.stderr
         missing = run([str(YAML), "sst2", f"output={tmp_path / 'out'}"], environment)
         of_script = ["tasks.record.source={path: aps/super_glue}", *overrides[1:]]
-        refused = run([str(YAML), "record", f"output={tmp_path / 'other'}", *of_script], environment)
+        empty_home = {**environment, "HF_HOME": str(tmp_path / "other-home")}
+        refused = run([str(YAML), "record", f"output={tmp_path / 'other'}", *of_script], empty_home)
     record = json.loads((tmp_path / "out" / "record" / TASK_RECORD).read_text())
     assert record["commits"] == {"aps/super_glue": commits[0]}
     assert record["rows"] == {"validation": 1, "train": 19, "test": 20}
