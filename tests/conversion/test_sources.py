@@ -167,7 +167,7 @@ def test_text_files_without_text_files(tmp_path: Path) -> None:
 
 
 def test_later_lines_of_json_without_a_key_or_a_text(tmp_path: Path) -> None:
-    """The first object must have all; a line that is no object decides nothing."""
+    """The first object must have all columns. Lines that aren't objects don't count as the first."""
     file = tmp_path / "a.jsonl"
     others = [{"id": "7", "body": "x"}, {"id": "8", "text": 5}, {"text": "no id"}]
     file.write_bytes(b"no JSON\n" + lines([RECORDS[0], *others]))

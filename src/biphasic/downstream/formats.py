@@ -55,7 +55,7 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
                     yield _sentence(sentence, names)
                 sentence = []
                 continue
-            # The first line that is no comment decides: in a file with tabs, the words of a comment are not fields.
+            # The first line that isn't a comment decides whether tabs or spaces separate the fields.
             tabs = "\t" in line if width is None else tabs
             fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
             is_other = len(fields) != width or (not tabs and "\t" in line)

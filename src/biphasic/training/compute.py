@@ -31,8 +31,6 @@ from biphasic.training.step import PreparedBatch
 
 MICROBATCH_FILE = "microbatch-{length}.json"
 """Name of the file with the result for rows of a length."""
-_TOO_LARGE_FILE = "microbatch-too-large.json"
-"""Name of the file that a rank writes which runs out of memory in training, with the microbatch's tokens."""
 
 
 def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
@@ -83,9 +81,10 @@ class MicrobatchSize(Algorithm):
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
     result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
     training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
-    the first phase; other rows have about as many tokens in a microbatch. With `conversions`, the
-    records of the data, measured rows have as many segments as its rows: FlashAttention's and cuDNN's backward passes take
-    memory for each.
+    the first phase; other rows have about as many tokens in a microbatch.
+
+    With `conversions`, the records of the data, measured rows have as many segments as the data's: FlashAttention's and
+    cuDNN's backward passes take memory for each.
     """
 
     def __init__(self, config: PretrainConfig, conversions: Mapping[str, StreamRecord] = MappingProxyType({})):
@@ -93,6 +92,8 @@ class MicrobatchSize(Algorithm):
         """The microbatch size of each phase, once it is known."""
         self._shape = 0, 0
         """Rows and row length of the microbatches of the current phase."""
+        self._circumstances: dict[int, dict[str, Any]] = {}
+        """What the results were measured with, by row length."""
         self._segments: dict[int, int] = {}
         for each in config.inputs if conversions else ():
             length = each.data.sequence_length
@@ -135,20 +136,25 @@ class MicrobatchSize(Algorithm):
     def out_of_memory(self, state: State) -> UserError:
         """Return the error of a rank that ran out of GPU memory in training.
 
-        If the size was measured, it is noted in the run's folder, and the next start takes a smaller one.
+        If the size was measured, a tenth less is stored in the run's folder as the result for the next start.
         """
         rows, length = self._shape
         if self.sizes and state.dataloader_label != "train":  # a validation
             rows, length = self.sizes[0], self.config.inputs[0].data.sequence_length
         problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {rows} rows"
-        if not _is_measured(self.config) or rows <= 1:
+        if length not in self._circumstances or rows <= 1:
             advice = "set a smaller number, parallelism.strategy: fsdp, or compute.activation_checkpointing: all"
             return UserError(f"microbatch_size: {problem}: {advice}")
-        file = self.config.run_folder / _TOO_LARGE_FILE
-        with suppress(OSError), atomic_path(file) as partial:
-            note = {"circumstances": _circumstances(self.config, 0, 0), "tokens": rows * length}
-            partial.write_bytes(json_bytes(note))
-        return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less ({file})")
+        with suppress(OSError):
+            self._store(length, int(0.9 * rows))
+        return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less")
+
+    def _file(self, length: int) -> Path:
+        return self.config.run_folder / MICROBATCH_FILE.format(length=length)
+
+    def _store(self, length: int, rows: int) -> None:
+        with atomic_path(self._file(length)) as partial:
+            partial.write_bytes(json_bytes({"circumstances": self._circumstances[length], "rows": rows}))
 
     def _compile(self, state: State) -> None:
         """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
@@ -180,14 +186,12 @@ class MicrobatchSize(Algorithm):
     def _largest(self, state: State, length: int, rows: int) -> int:
         """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
         is_first_rank = dist.get_global_rank() == 0
-        file = self.config.run_folder / MICROBATCH_FILE.format(length=length)
         segments = self._segments.get(length, 1)
-        circumstances = {"segments": segments, **_circumstances(self.config, length, rows)}
-        # A tenth less than what was too large in training, on any rank.
-        rows = max(min(rows, int(0.9 * min(dist.all_gather_object(_too_large(self.config)))) // length), 1)
-        fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if is_first_rank else 0))
-        if fitting:
-            return min(fitting, rows)
+        self._circumstances[length] = {"segments": segments, **_circumstances(self.config, length, rows)}
+        # Rank 0 stores what was measured, and a rank that ran out of memory a smaller result in its own node's folder.
+        stored = dist.all_gather_object(_stored_result(self._file(length), self._circumstances[length]))
+        if fitting := min(filter(None, stored), default=0):
+            return fitting
         if is_first_rank:
             what = f"{rows} rows of {length} tokens fit the GPU (a minute or two, once)"
             print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
@@ -198,8 +202,7 @@ class MicrobatchSize(Algorithm):
         if is_first_rank:
             size = even_microbatch(rows, fitting)
             print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
-            with atomic_path(file) as partial:
-                partial.write_bytes(json_bytes({"circumstances": circumstances, "rows": fitting}))
+            self._store(length, fitting)
         return fitting
 
     def _measure(self, state: State, length: int, rows: int) -> float | None:
@@ -269,15 +272,6 @@ def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
         return int(record["rows"]) if record["circumstances"] == circumstances else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-
-
-def _too_large(config: PretrainConfig) -> int:
-    """Return the tokens of a microbatch that ran out of memory on this node; a large number if none did."""
-    try:
-        record = json.loads((config.run_folder / _TOO_LARGE_FILE).read_text(encoding="utf-8"))
-        return int(record["tokens"]) if record["circumstances"] == _circumstances(config, 0, 0) else 2**62
-    except (OSError, ValueError, KeyError, TypeError):
-        return 2**62
 
 
 def _missing_optimizer_state(state: State) -> float:
