@@ -1,8 +1,9 @@
 """The overhead of a sweep: its total time over the sum of bare training loops, for as many at a time.
 
 A sweep of 60 trials by `src/main.py` is timed from start to end: workers, imports, hashing, Composer, scoring, records. The
-same 60 trainings (weights, batches, rates; the last losses must agree) run in a bare loop, in as many processes at a time.
-Of these only the loops are timed, without imports, loading, tokenization and scoring.
+same 60 trainings (weights, batches, rates; the last losses must agree) run in a bare loop, in as many processes at a time,
+half of them before the sweep and half after it, so that a machine whose speed drifts changes the ratio less. Of these only
+the loops are timed, without imports, loading, tokenization and scoring.
 """
 
 from __future__ import annotations
@@ -83,18 +84,17 @@ def run_sweep(path: Path) -> tuple[float, list[dict[str, Any]]]:
     return seconds, [json.loads(file.read_text()) for file in sorted((path.parent / "out" / "trials").glob("*.json"))]
 
 
-def run_bare(path: Path, shape: Shape) -> list[dict[str, Any]]:
-    """Run each trial's loop, `at_once` processes at a time."""
-    say("the same trainings in bare loops")
-    outs = [path.parent / f"bare{part}.json" for part in range(shape.at_once)]
+def run_bare(path: Path, at_once: int, half: int) -> list[dict[str, Any]]:
+    """Run the loops of one half of the trials (0 or 1), `at_once` processes at a time."""
+    say(f"half {half + 1} of the same trainings in bare loops")
+    outs = {part: path.parent / f"bare{part}.json" for part in range(half * at_once, (half + 1) * at_once)}
     script = [sys.executable, __file__, "--part", str(path)]
-    parts = [
-        subprocess.Popen([*script, str(part), str(shape.at_once), str(out)], env=_alone())
-        for part, out in enumerate(outs)
+    processes = [
+        subprocess.Popen([*script, str(part), str(2 * at_once), str(out)], env=_alone()) for part, out in outs.items()
     ]
-    if any([part.wait() for part in parts]):
+    if any([process.wait() for process in processes]):
         sys.exit("a bare loop failed")
-    return [one for out in outs for one in json.loads(out.read_text())]
+    return [one for out in outs.values() for one in json.loads(out.read_text())]
 
 
 def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
@@ -141,11 +141,12 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Time the sweep and then the bare loops; their ratio."""
+    """Time the sweep between the halves of the bare loops; their ratio."""
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary) / "work", shape)
+        before = run_bare(path, shape.at_once, 0)
         wall, records = run_sweep(path)
-        loops = run_bare(path, shape)
+        loops = [*before, *run_bare(path, shape.at_once, 1)]
     bare_losses = {(record["lr"], record["seed"]): record["loss"] for record in loops}
     difference = max(
         abs(record["about"]["loss"] - bare_losses[record["cell"]["lr"], record["cell"]["seed"]]) for record in records
