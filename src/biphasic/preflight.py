@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
+from biphasic.checkpointing.start_rules import plan_start
 from biphasic.config.data import StreamConfig, read_conversions
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
@@ -268,9 +269,10 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
         # The limit is that of a mix's streams together.
         share = 1.0 if limit is None else min(1.0, limit / max(sum(known.values()), 1))
         needs += [(folder, round(size * share)) for folder, size in known.items()]
-    checkpoints = plan(config, ranks).details["checkpoints"]
+    remote = is_remote(config.checkpoint_destination)
+    checkpoints = plan(config, ranks, start=None if remote else plan_start(config)).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
-        most = 2 if is_remote(config.checkpoint_destination) else checkpoints["most"] or 2
+        most = 2 if remote else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))
     stored = {folder: sum(file.bytes for file in open_store(str(folder)).list().values()) for folder, _ in needs}
     return [(folder, max(0, size - stored[folder])) for folder, size in needs]

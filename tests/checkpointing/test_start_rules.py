@@ -25,8 +25,10 @@ from biphasic.checkpointing.start_rules import (
     require_same_rows,
 )
 from biphasic.config.load import dump
+from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
+from biphasic.preflight import disk_needs
 from biphasic.storage import open_store
 from conftest import Write
 from helpers.tiny import ROOT, config_of
@@ -277,6 +279,10 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
         f"start          batch 10, from {folder}/ba10-rank0.pt, of trunk, by start_from: 14 of 24 batches are trained"
     )
     assert expected in run.stdout
+    # The batches before the branch point are saved by the trunk.
+    assert f"checkpoints    14 in {config_of(path).checkpoint_destination}, every 1ba" in run.stdout
+    own, each = config_of(path).local_checkpoints, plan(trunk, 1).details["checkpoints"]["bytes_each"]
+    assert disk_needs(config_of(path), 1) == [(own, 14 * each)]
     # Its own checkpoint comes first.
     write_manifests(config_of(path), 12)
     assert plan_start(config_of(path)).source == "its own newest checkpoint"

@@ -304,7 +304,7 @@ def plan_start(config: PretrainConfig) -> StartPlan:
         if config.start_from is not None:
             folder, manifest = find_branch_point(config.start_from, config)
             path, name = join(folder, manifest.path), manifest.run["name"]
-            return StartPlan(manifest.batch, path, f"of {name}, by start_from")
+            return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
     except UserError as error:
         return StartPlan(problem=str(error))
     weights = "new weights" if config.model.init_from is None else f"the weights of {config.model.init_from}"

@@ -61,7 +61,7 @@ class StartPlan:
     """Where a run will start: its first batch, and the checkpoint or weights that it starts from.
 
     `problem` says why it can't start, or why this is unknown; `batch` is then None. `refused`: its own checkpoint was
-    trained with another configuration, so the run would stop.
+    trained with another configuration, so the run would stop. `is_branch`: the checkpoint is another run's (`start_from`).
     """
 
     batch: int | None = None
@@ -69,6 +69,7 @@ class StartPlan:
     source: str = ""
     problem: str | None = None
     refused: bool = False
+    is_branch: bool = False
 
 
 def plan(
@@ -94,7 +95,8 @@ def plan(
     exact, rates = not units & {"tok", "ep"}, list(_rates(config))
     phases = list(_phases(config, architecture))
     datasets, data_lines, run_plan.warnings = _plan_datasets(config, batches, _rows_by_source(phases, inputs), records)
-    checkpoints = _checkpoints(config, architecture)
+    first = start.batch if start is not None and start.is_branch else None
+    checkpoints = _checkpoints(config, architecture, first or 0)
     rows = config.global_batch_size // ranks
     details = run_plan.details = {
         "ranks": ranks,
@@ -230,12 +232,13 @@ def _rates(config: PretrainConfig) -> Iterator[dict[str, Any]]:
     yield {"event": "end", "batch": _batch(end, config), "lr": lr if decay == end else lr * schedule.final_lr}
 
 
-def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> dict[str, Any]:
+def _checkpoints(config: PretrainConfig, architecture: Architecture | None, first: int) -> dict[str, Any]:
+    """Return how many checkpoints a run saves and keeps of which another run has trained the first `first` batches."""
     end, keep = config.max_duration, config.checkpoint.keep
     every = config.checkpoint.interval.resolve(end)
     numbers: dict[str, int | None] = {"count": None, "kept": None, "most": None}
     if "ep" not in {end.unit, every.unit, *(point.unit for point in branch_points(config))}:
-        saved, kept = saved_checkpoints(config)
+        saved, kept = saved_checkpoints(config, first)
         # While a checkpoint is written, the older ones are still stored.
         most = len(remaining_checkpoints(saved[:-1], kept, keep)) + 1
         numbers = {"count": len(saved), "kept": len(remaining_checkpoints(saved, kept, keep)), "most": most}
