@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AlbertConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
-    BertForMaskedLM,
-    BloomConfig,
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
     ModernBertConfig,
-    ModernBertDecoderConfig,
-    ModernBertDecoderForCausalLM,
-    ModernBertForMaskedLM,
     MPNetConfig,
     NomicBertConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     XLMRobertaConfig,
 )
 
@@ -42,79 +32,21 @@ from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
-from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import (
     Encoder,
     TextTokenizer,
-    length_batches,
-    load_embedder,
     load_encoder,
     load_text_tokenizer,
 )
 from biphasic.model.language_model import from_hf_config, llama_config
-from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
+from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
-from biphasic.model.segments import Segments, padding_groups
+from biphasic.model.segments import Segments
 from conftest import Write
-from helpers import cls_tokenizers
-from helpers.cls_tokenizers import SPECIAL
+from helpers.families import MAKERS, bert, bert_tokenizer, ettin, qwen3
 from helpers.tiny import LENGTH, train
 from helpers.tiny import config_of as pretraining
 from helpers.toy_sets import config_of
-
-
-def bert_tokenizer(folder: Path) -> None:
-    """Write a word-level tokenizer that puts [CLS] and [SEP] around a text, as BERT's does."""
-    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(60))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    cls_tokenizers.save(tokenizer, folder)
-
-
-def bert(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-                        max_position_embeddings=64)  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
-
-
-def modernbert(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = ModernBertConfig(
-        vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=64, local_attention=16, global_attn_every_n_layers=3, pad_token_id=0, cls_token_id=2,
-        sep_token_id=3, reference_compile=False,
-    )  # fmt: skip
-    ModernBertForMaskedLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
-
-
-def ettin(folder: Path) -> Path:
-    """Write a decoder with ModernBERT's layers."""
-    torch.manual_seed(0)
-    config = ModernBertDecoderConfig(
-        vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=64, local_attention=16, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-    )  # fmt: skip
-    ModernBertDecoderForCausalLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
-
-
-def qwen3(folder: Path) -> Path:
-    """Write a decoder."""
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         head_dim=8, intermediate_size=48, max_position_embeddings=64)  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
-
-
-MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert, "modernbert": modernbert, "ettin": ettin, "qwen3": qwen3}
 
 
 @pytest.fixture(params=list(MAKERS))
@@ -355,106 +287,6 @@ def test_modernbert_s_decoder_is_written_as_modernbert(name: str, tmp_path: Path
         lines.write_text('{"text": "w1 w3 w4 w5"}\n')
         assert main(["predict", str(folder), str(lines), "--out", str(answers)]) == 0
         assert json.loads(answers.read_text())["predicted"] in ("positive", "negative")
-
-
-def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: Path, toy: Path) -> None:
-    """EuroBERT's configuration can scale positions; exports don't."""
-    folder = tmp_path / "scaled"
-    shutil.copytree(toy / "start", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="save_model=false trains and scores"):
-        run(config_of("sst2", toy / "tasks", folder, tmp_path, save_model=True, max_duration="1ba"))
-
-
-def test_a_causal_model_is_refused(tmp_path: Path) -> None:
-    """A folder whose own code is a decoder."""
-    torch.manual_seed(0)
-    causal = Qwen3ForCausalLM.from_pretrained(qwen3(tmp_path / "qwen3"))
-    assert not is_bidirectional(causal.model.eval())
-    folder = tmp_path / "own"
-    shutil.copytree(tmp_path / "qwen3", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text(
-        "from transformers import Qwen3Config, Qwen3Model\n"
-        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
-        "class OwnModel(Qwen3Model):\n    config_class = OwnConfig\n"
-    )
-    with pytest.raises(UserError, match="is causal"):
-        load_encoder(str(folder), trust_remote_code=True)
-
-
-def test_a_decoder_s_own_embeddings_are_refused(tmp_path: Path) -> None:
-    """They are those of causal attention. To fine-tune it as an encoder is another thing."""
-    folder = qwen3(tmp_path / "qwen3")
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    modules = [{"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-               for at, (path, kind) in enumerate(kinds)]  # fmt: skip
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    assert load_encoder(str(folder)).pooling.mode == "lasttoken"
-    with pytest.raises(UserError, match=r"qwen3: embeds texts with causal attention, which isn't supported"):
-        load_embedder(str(folder))
-
-
-def test_a_family_without_a_maximum_length_is_refused(tmp_path: Path) -> None:
-    BloomConfig(vocab_size=65, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"bloom isn't supported: it has no max_position_embeddings"):
-        load_text_tokenizer(str(tmp_path))
-
-
-def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
-    folder = bert(tmp_path / "bert")
-    config = json.loads((folder / "config.json").read_text())
-    torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(**{**config, "vocab_size": 40})).save_pretrained(folder)
-    with pytest.raises(UserError, match=r"its tokenizer has 65 tokens, its embedding 40"):
-        load_encoder(str(folder))
-    torch.manual_seed(0)
-    incomplete = bert(tmp_path / "incomplete")
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(incomplete / "model.safetensors")
-    weights.pop("bert.encoder.layer.1.output.dense.weight")
-    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lack 1 weights, e\.g\. encoder\.layer\.1\.output\.dense\.weight"):
-        load_encoder(str(incomplete))
-
-
-@pytest.mark.parametrize("load", [load_encoder, load_language_model])
-def test_a_bad_configuration_is_refused_in_one_line(tmp_path: Path, load: Callable[[str], Any]) -> None:
-    folder = qwen3(tmp_path / "qwen3")
-    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": "wide"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"can't be loaded .*field 'hidden_size'.*value: 'wide'") as caught:
-        load(str(folder))
-    assert "\n" not in str(caught.value)
-
-
-def test_padding_groups_have_little_padding() -> None:
-    lengths = [3, 100, 5, 98, 4, 97, 50, 3, 51, 3, 3, 2, 99, 96]
-    groups = padding_groups(lengths, exponent=1, extra=100)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-    room = sum(len(group) * max(lengths[index] for index in group) for group in groups)
-    assert room < 1.35 * sum(lengths)
-    assert len(groups) <= 4
-    assert padding_groups([7], exponent=1, extra=0) == [[0]]
-    assert padding_groups([7, 7, 6], exponent=2, extra=0) == [[0, 1, 2]]
-    assert padding_groups([7, 7, 4], exponent=2, extra=0) == [[0, 1], [2]]
-    assert padding_groups([7, 7, 4], exponent=2, extra=33) == [[0, 1, 2]]
-
-
-def test_length_batches_hold_at_most_their_tokens() -> None:
-    lengths = [5, 1, 9, 30, 2, 2]
-    batches = list(length_batches(lengths, 10))
-    assert sorted(index for batch in batches for index in batch) == list(range(6))
-    assert all(sum(lengths[index] for index in batch) <= 10 or len(batch) == 1 for batch in batches)
-    assert list(length_batches([], 10)) == []
 
 
 def test_mean_pooling_includes_special_tokens(tmp_path: Path) -> None:
