@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import pandas as pd
-from protocol import RUNS, Comparison, outcome_table, outcomes, score_table
+from protocol import MEAN_AND_EACH, RUNS, Comparison, outcome_table, outcomes, score_table, unplanned_table
 from results import TASKS
 from seed_records import PUBLIC, SeedRuns, check_same_data, read_scores, write_tables
 
@@ -51,8 +52,8 @@ RANGES: dict[str, tuple[str, str]] = {
 """What the masking ratio changes, as the absolute difference of two models."""
 
 
-def _at_42_million(title: str, first: str, second: str) -> Comparison:
-    return Comparison(title, "42 M", first, second)
+def _at_42_million(title: str, first: str, second: str, tasks: tuple[str, ...] = TASKS) -> Comparison:
+    return Comparison(title, "42 M", first, second, tasks)
 
 
 LONGER_COMPARISONS = (
@@ -72,6 +73,13 @@ LONGER_COMPARISONS = (
     Comparison("gain from 29 to 52%, from CLM minus from MLM", "64 M", "the end from clm", "the end from mlm40"),
     _at_42_million("MLM: mean of checkpoints minus decay", "mlm-mean", "1m-mlm40-10240"),
     _at_42_million("50% CLM: mean of checkpoints minus decay", "clm-mlm-mean", "1m-clm-5120-mlm40-10240"),
+)
+LONGER_UNPLANNED = (
+    *(_at_42_million("CLM minus MLM", "1m-clm-10240", "1m-mlm40-10240", tasks) for tasks in MEAN_AND_EACH),
+    *(
+        _at_42_million(f"{percent}% CLM minus MLM", f"1m-clm-{batches}-mlm40-10240", "1m-mlm40-10240", tasks)
+        for (percent, batches), tasks in product(((25, 2560), (50, 5120)), MEAN_AND_EACH[1:])
+    ),
 )
 RATIO_COMPARISONS = (
     Comparison("MLM, 40% minus 20%", "2.6 M", "1m-mlm40-640", "1m-mlm20-640"),
@@ -95,7 +103,8 @@ def with_differences(
 def longer_tables(scores: pd.DataFrame) -> list[str]:
     """Return the lines of longer/results.md."""
     all_scores = with_differences(scores, GAINS, lambda values: values)
-    return _tables(LONGER, LONGER_COMPARISONS, all_scores, tuple(LONGER.models))
+    planned = _tables(LONGER, LONGER_COMPARISONS, all_scores, tuple(LONGER.models))
+    return [*planned, *unplanned_table(scores, LONGER_UNPLANNED)]
 
 
 def ratio_tables(scores: pd.DataFrame) -> list[str]:

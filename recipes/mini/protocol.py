@@ -48,6 +48,8 @@ MARGIN = 0.01
 """Differences within a point are called equal, if a test shows it."""
 BUDGETS = {"10.5 M": ("2560", "1280", "3521"), "2.6 M": ("640", "320", "880")}
 """For each number of tokens the batches of the models, of the CLM phase, and of MLM with as many FLOPs."""
+MEAN_AND_EACH = (TASKS, *((task,) for task in TASKS))
+"""The tasks whose scores are compared: the mean of all, and each alone."""
 
 
 def finetuning_seeds(model: str, task: str) -> tuple[int, ...]:
@@ -92,7 +94,7 @@ PRIMARY = comparisons("10.5 M", *TASKS)[:2]
 SECONDARY = (
     *(
         comparison
-        for tokens, tasks in product(BUDGETS, (TASKS, *((task,) for task in TASKS)))
+        for tokens, tasks in product(BUDGETS, MEAN_AND_EACH)
         for comparison in comparisons(tokens, *tasks)
         if comparison not in PRIMARY
     ),
@@ -104,6 +106,11 @@ ON_PUBLIC_SETS = tuple(
     for tasks in (tuple(PUBLIC), *((task,) for task in PUBLIC))
     for comparison in comparisons("10.5 M", *tasks)[:2]
 )
+UNPLANNED = tuple(
+    Comparison("CLM minus MLM", tokens, f"1m-clm-{batches}", f"1m-mlm40-{batches}", tasks)
+    for (tokens, (batches, _, _)), tasks in product(BUDGETS.items(), MEAN_AND_EACH)
+)
+"""What nobody had planned to compare, of models that were trained for other comparisons."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ def tables(scores: pd.DataFrame) -> list[str]:
     for title, family in (("Secondary comparisons", SECONDARY), ("On public sets", ON_PUBLIC_SETS)):
         lines += [f"## {title} (corrected over all {len(family)})", "", *outcome_table(outcomes(scores, family))]
     lines += ["## Scores", "", *score_table(scores, MODELS, TASKS), *score_table(scores, PRIMARY_MODELS, tuple(PUBLIC))]
+    lines += unplanned_table(scores, UNPLANNED)
     primary = [differences(scores, each) for each in PRIMARY]
     body = [[seed, *(format_signed(values[seed]) for values in primary)] for seed in RUNS.seeds]
     lines += ["## The primary differences by seed, points", ""]
@@ -194,6 +202,18 @@ def outcome_table(results: Iterable[Outcome]) -> list[str]:
     return markdown_table(header, body)
 
 
+def unplanned_table(scores: pd.DataFrame, family: Iterable[Comparison]) -> list[str]:
+    """Return the lines of a section of differences that have intervals but no test."""
+    body = list[list[str]]()
+    for each in family:
+        values = differences(scores, each)
+        interval, above = mean_interval(values), int((values > 0).sum())
+        points = format_interval(interval.mean, interval.half, format_signed)
+        body.append([each.title, each.tokens, each.tasks_title, points, f"{above} of {interval.count}"])
+    header = ["difference", "tokens", "task", "points", "seeds above"]
+    return ["## Not planned: 95% intervals, not corrected", "", *markdown_table(header, body)]
+
+
 def score_table(scores: pd.DataFrame, models: Iterable[str], tasks: tuple[str, ...]) -> list[str]:
     """Return the lines of a table of test scores in points, with 95% intervals over the seeds."""
     columns = [*((task,) for task in tasks), tasks]
@@ -212,17 +232,18 @@ def draw(scores: pd.DataFrame) -> bytes:
     with default_style():
         figure, panels = make_panels(titles, size=(4.6, 3.0))
         for tokens, axes in zip(BUDGETS, panels, strict=True):
-            places = (TASKS, *((task,) for task in TASKS))
             for index, name in enumerate(("equal tokens", "equal FLOPs")):
-                intervals = [mean_interval(differences(scores, comparisons(tokens, *tasks)[index])) for tasks in places]
+                intervals = [
+                    mean_interval(differences(scores, comparisons(tokens, *tasks)[index])) for tasks in MEAN_AND_EACH
+                ]
                 axes.errorbar(
                     [100 * each.mean for each in intervals],
-                    [-at - 0.2 * index for at in range(len(places))],
+                    [-at - 0.2 * index for at in range(len(MEAN_AND_EACH))],
                     xerr=[100 * each.half for each in intervals],
                     color=line_style(index)["color"], label=name, fmt="o", markersize=4, capsize=2,
                 )  # fmt: skip
             axes.axvline(0, color="gray", linewidth=1)
-            axes.set_yticks([-at - 0.1 for at in range(len(places))], ["mean", *TASKS])
+            axes.set_yticks([-at - 0.1 for at in range(len(MEAN_AND_EACH))], ["mean", *TASKS])
             axes.set_xlabel("CLM→MLM minus MLM, points, 95% interval")
         return png(figure)
 
