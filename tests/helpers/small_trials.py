@@ -67,22 +67,27 @@ def run_trial(config: FinetuneConfig) -> TrialResult:
         time.sleep(100)
     if settings["do"] == "die" and read_log(log, "started").count(config.run_name) <= settings["times"]:
         os.kill(os.getpid(), signal.SIGKILL)
-    if settings["do"] == "break" and config.seed == 0:
-        import torch
-
-        def fail() -> None:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-        torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
-        torch.cuda.synchronize = fail  # pyright: ignore[reportAttributeAccessIssue]
+    if settings["do"] == "break" and read_log(log, "started").count(config.run_name) <= settings["times"]:
         write_line(log, "broken", str(os.getpid()))
-        fail()
+        break_gpu()
     time.sleep(settings.get("seconds", 0))
     start = time.monotonic()
     score = train(config)
     write_line(log, "trained", config.run_name)
     results = (DownstreamResult(config.task.name, config.task.name, "classification", "accuracy", score, score),)
     return TrialResult(results, {"train": time.monotonic() - start}, {"threads": threads(), "pid": os.getpid()})
+
+
+def break_gpu() -> None:
+    """Raise a GPU's error, as all later calls do."""
+    import torch
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.synchronize = fail  # pyright: ignore[reportAttributeAccessIssue]
+    fail()
 
 
 def train(config: FinetuneConfig) -> float:

@@ -96,9 +96,8 @@ def result(group: WorkerGroup, method: str, *arguments: Any) -> Any:
 def check_group(group: WorkerGroup, folder: Path) -> None:
     """What every group does."""
     group.open(2, "cluster.workers", Total, 10, group.make_report())
-    # Two objects in two processes, which work at the same time, with the environment of workers.
-    assert [ended.value for ended in run_all(group, *[("meet", str(folder), 2)] * 2)] == [None, None]
-    processes = {int(file.name) for file in folder.iterdir()}
+    # Two objects in two processes, with the environment of workers.
+    processes = both_workers(group, folder / "first")
     assert len({os.getpid(), *processes}) == 3
     assert sum(ended.value for ended in run_all(group, *[("add", number) for number in range(1, 5)])) >= 20 + 10
     assert result(group, "about")["environment"]["OF_WORKERS"] == "yes"
@@ -114,9 +113,18 @@ def check_group(group: WorkerGroup, folder: Path) -> None:
     assert ended.lost and not group.running
     abouts = [ended.value for ended in run_all(group, *[("about",)] * 20)]
     assert len({about["process"] for about in abouts} - processes) <= 1
-    folder.joinpath("again").mkdir()
-    run_all(group, *[("meet", str(folder / "again"), 2)] * 2)
-    assert len({int(file.name) for file in (folder / "again").iterdir()} & processes) == 1
+    again = both_workers(group, folder / "again")
+    assert len(again & processes) == 1
+    # A worker that is replaced gives its cores to the new one.
+    group.replace(0)
+    assert len(both_workers(group, folder / "replaced") & again) == 1
+
+
+def both_workers(group: WorkerGroup, folder: Path) -> set[int]:
+    """The processes of a group of two, which work at the same time."""
+    folder.mkdir()
+    run_all(group, *[("meet", str(folder), 2)] * 2)
+    return {int(file.name) for file in folder.iterdir()}
 
 
 def processes_with(variable: str) -> list[int]:

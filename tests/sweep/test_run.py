@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,15 +89,47 @@ def test_failed_killed_and_duplicate_trials(
     assert not (Path(config.output) / "lock.json").exists()
 
 
-def test_a_process_whose_gpu_has_failed_runs_no_further_trial(sweep: LoadSweep, log: Path) -> None:
-    cluster = {"at_once": 1, "retries": 0}
-    config = sweep({"bad": {"do": "break"}}, learning_rates=[1e-5], seeds=[0, 1, 2], cluster=cluster)
+def test_a_process_whose_gpu_has_failed_runs_no_further_trial(
+    sweep: LoadSweep, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One model's trial breaks its worker once, and the other's always."""
+    models = {"once": {"do": "break", "times": 1}, "always": {"do": "break", "times": 9}, "good": {"do": "train"}}
+    config = sweep(models, learning_rates=[1e-5], seeds=[0], cluster={"at_once": 1, "retries": 1})
     assert run(config, module="helpers.small_trials") == 1
-    records = {record.cell.seed: record for record in records_of(config).values()}
-    assert [records[seed].status for seed in range(3)] == ["failed", "done", "done"]
-    assert records[0].error == "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    processes = [records[seed].about["pid"] for seed in (1, 2)]
-    assert processes[0] == processes[1] and read_log(log, "broken") != [str(processes[0])]
+    records = {record.cell.model: record for record in records_of(config).values()}
+    assert {model: record.status for model, record in records.items()} == {
+        "once": "done",
+        "always": "failed",
+        "good": "done",
+    }
+    error = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    assert records["always"].error == error and "raise torch.AcceleratorError" in records["always"].about["traceback"]
+    assert records["once"].about["attempt"] == 1
+    broken = read_log(log, "broken")
+    assert len(broken) == 3 and str(records["good"].about["pid"]) not in broken
+    message = "its GPU failed (CUDA error: an illegal memory access was encountered); another worker runs the trial"
+    assert capsys.readouterr().out.count(message) == 2
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_gpu_that_cannot_be_used_runs_no_trial(
+    sweep: LoadSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dead: int
+) -> None:
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    for number in range(dead):
+        (folder / str(number)).touch()
+    monkeypatch.setenv("DEAD_GPUS", str(folder))
+    config = sweep({"good": {"do": "train"}}, learning_rates=[1e-5], seeds=[0, 1], cluster={"at_once": 2})
+    message = f"{socket.gethostname()}, GPU : CUDA unknown error (CUDA_VISIBLE_DEVICES= runs trials on CPUs)"
+    if dead == 1:
+        assert run(config, module="helpers.trials_on_dead_gpus") == 0
+        assert f"WARNING: a worker can't be used, and the others go on: {message}" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError) as caught:
+            run(config, module="helpers.trials_on_dead_gpus")
+        assert str(caught.value) == f"no worker can be used: {message}"
+        assert not records_of(config)
 
 
 def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:

@@ -78,7 +78,7 @@ def test_values_errors_reports_and_a_killed_worker(cluster: Any, tmp_path: Path)
 def test_a_sweep_on_two_machines(
     cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One model kills its worker once, one fails, one trains."""
+    """One model kills its worker once, one breaks its GPU twice, one fails, one trains."""
     workers_paths: list[str] = []
 
     def opened(section: ClusterConfig, paths: list[str], *others: Any) -> Any:
@@ -87,31 +87,38 @@ def test_a_sweep_on_two_machines(
 
     monkeypatch.setattr("biphasic.sweep.workers.open_group", opened)
     log = tmp_path / "log"
-    for name, content in (("good", {"do": "train"}), ("bad", {"do": "fail"}), ("dies", {"do": "die", "times": 1})):
+    models = {
+        "good": {"do": "train"},
+        "bad": {"do": "fail"},
+        "dies": {"do": "die", "times": 1},
+        "breaks": {"do": "break", "times": 2},
+    }
+    for name, content in models.items():
         (tmp_path / name).write_text(json.dumps({**content, "log": str(log)}))
     task = {"kind": "classification", "name": "sst2", "data": str(tmp_path / "data")}
     content = {"job": "finetune", "run_name": "sst2", "model": {"path": "none"}, "task": task}
     (tmp_path / "sst2.yaml").write_text(yaml.safe_dump(content))
     sweep = {"job": "sweep", "output": str(tmp_path / "out"), "learning_rates": [1e-5], "seeds": [0],
-             "models": {name: {"path": str(tmp_path / name)} for name in ("good", "bad", "dies")},
+             "models": {name: {"path": str(tmp_path / name)} for name in models},
              "tasks": {"sst2": str(tmp_path / "sst2.yaml")},
              "cluster": {"address": cluster.address, "shared_folder": True}}  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     config = load(tmp_path / "sweep.yaml")
     assert isinstance(config, SweepConfig)
     assert run(config, module="helpers.small_trials") == 1
-    assert workers_paths == [str(tmp_path / name) for name in ("out", "bad", "dies", "good")]
+    assert workers_paths == [str(tmp_path / name) for name in ("out", "bad", "breaks", "dies", "good")]
     folder = open_store(config.output)
     records = {record.cell.model: record for record in read_records(folder, read_grid(folder).trials).values()}
     assert {model: record.status for model, record in records.items()} == {
         "good": "done",
         "bad": "failed",
         "dies": "done",
+        "breaks": "done",
     }
     assert records["bad"].error == "ValueError: no such luck"
     assert records["dies"].about["attempt"] == 1
     assert records["good"].about["threads"] == [1, "1", "1", "false"]
-    assert Counter(read_log(log, "trained")) == {"sst2-good-1e-05-0": 1, "sst2-dies-1e-05-0": 1}
+    assert Counter(read_log(log, "trained")) == {f"sst2-{name}-1e-05-0": 1 for name in models if name != "bad"}
     assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in capsys.readouterr().out
 
 

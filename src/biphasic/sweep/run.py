@@ -260,11 +260,12 @@ class Driver:
 
     def _finish(self, finished: FinishedJob) -> None:
         job, record = finished.job, finished.record
-        if record is None:
+        if finished.lost is not None:
             self._lost[job.trial] += 1
             if self._lost[job.trial] <= self._retries:
                 print(f"{describe(job.cell)}: {finished.lost}; another worker runs the trial", flush=True)
                 return
+        if record is None:
             times = f"{self._lost[job.trial]} time{'s' * (self._lost[job.trial] > 1)}"
             advice = "is there memory for it (cluster.at_once, cluster.trials_per_gpu)?"
             record = failed_record(job, f"{finished.lost} {times}; {advice}", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import socket
 import time
 import traceback
@@ -20,11 +21,11 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
 from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError
-from biphasic.storage import open_store
+from biphasic.storage import first_line, open_store
 from biphasic.sweep.grid import TRIAL_MODULE, encoder_folder
 from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
-from biphasic.workers.group import EndedJob, Slot, WorkerGroup
+from biphasic.workers.group import EndedJob, Slot, UnusableWorker, WorkerGroup
 
 _USABLE = 0.9
 """Share of a GPU's memory that the estimates of its trials may add up to."""
@@ -52,14 +53,14 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """The outcome of a job: a record, or none if the worker died or its GPU was out of memory."""
+    """The outcome of a job: a record, or none if the worker died or its GPU was full."""
 
     job: TrialJob
     record: TrialRecord | None = None
     written: bool = True
     """Whether the record was written to the output."""
     lost: str | None = None
-    """Why there is no record."""
+    """Why another worker may run the job."""
     is_broken: bool = False
     """Whether the worker can't run another trial."""
 
@@ -82,6 +83,9 @@ class Worker:
         # Slow imports happen here, once for all trials of this process.
         self._functions = import_module(module)
         self._output, self._folder, self._per_device = output, open_store(output), per_device
+        if (fault := _gpu_fault()) is not None:
+            place = f"{socket.gethostname()}, GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+            raise UnusableWorker(f"{place}: {fault} (CUDA_VISIBLE_DEVICES= runs trials on CPUs)")
         # Otherwise each trial's garbage collection would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
@@ -93,12 +97,9 @@ class Worker:
         finished = self._run(job)
         # Free the trial's memory for the next trial and for other trials on the same GPU.
         gc.collect()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            try:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except RuntimeError:  # after most errors of a GPU, all further calls of the process fail
-                return replace(finished, is_broken=True)
+        if _gpu_fault() is not None:  # after most errors of a GPU, all further calls of the process fail
+            return replace(finished, is_broken=True)
+        torch.cuda.empty_cache()
         return finished
 
     def _run(self, job: TrialJob) -> FinishedJob:
@@ -123,6 +124,8 @@ class Worker:
                 return FinishedJob(job, lost="its GPU was full")
             record = failed_record(job, error, traceback.format_exc())
             record = replace(record, seconds={"total": time.monotonic() - start})
+            if _gpu_fault() is not None:
+                return FinishedJob(job, record, False, f"its GPU failed ({first_line(error)})", is_broken=True)
         if job.keep:
             return FinishedJob(job, record)
         try:
@@ -130,6 +133,18 @@ class Worker:
         except OSError:
             return FinishedJob(job, record, written=False)
         return FinishedJob(job, record)
+
+
+def _gpu_fault() -> str | None:
+    """Return why this process can't use its GPU; None if it can, or has none."""
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return first_line(error)
+    return None
 
 
 @dataclass(frozen=True)

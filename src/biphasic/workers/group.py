@@ -20,11 +20,15 @@ _MAX_FAILED_STARTS = 3
 """Number of consecutive workers that may die while they start, before the group fails."""
 
 
+class UnusableWorker(Exception):
+    """A worker can't work where it was started, such as on a GPU that has failed, but others may."""
+
+
 class Slot:
     """A worker and its job."""
 
     def __init__(self, executor: Executor, factory: Callable[..., Any], arguments: Any):
-        self._executor, self.location, self.job = executor, "", None
+        self._executor, self.location, self.job, self.is_retired = executor, "", None, False
         self.pending: Future[Any] | None = self._submit(_create, factory, arguments)
 
     def give(self, job: Any, method: str, *arguments: Any) -> None:
@@ -59,7 +63,7 @@ class EndedJob:
 
 
 class WorkerGroup(ABC):
-    """Workers that run one job at a time each. A worker that dies is replaced."""
+    """Workers that run one job at a time each. A worker that dies is replaced; one that is unusable is retired."""
 
     cpus: int
     gpus: int
@@ -112,13 +116,14 @@ class WorkerGroup(ABC):
     @property
     def idle(self) -> list[Slot]:
         """The workers that are ready and have no job."""
-        return [slot for slot in self.slots if slot.pending is None]
+        return [slot for slot in self.slots if slot.pending is None and not slot.is_retired]
 
     def wait(self, seconds: float) -> list[EndedJob]:
         """Wait up to `seconds` until a job has ended or a worker has started, and return the jobs that ended.
 
         The first call can take longer, because it waits for the imports of this machine's workers. Raises a UserError
-        if workers repeatedly die while they start, and any error that a worker's `factory` raises.
+        if workers repeatedly die while they start or all are unusable, and any other error that a worker's `factory`
+        raises.
         """
         self.slots = self.slots or [self._slot(number) for number in range(self._size)]
         numbers = {slot.pending: number for number, slot in enumerate(self.slots) if slot.pending is not None}
@@ -142,6 +147,13 @@ class WorkerGroup(ABC):
             return EndedJob(job, None if error else call.result(), error, lost, number)
         if error is None:
             self._failed_starts, slot.location = 0, call.result()
+            return None
+        if isinstance(error, UnusableWorker):
+            slot.close()
+            slot.is_retired = True
+            if all(other.is_retired for other in self.slots):
+                raise UserError(f"no worker can be used: {error}")
+            print(f"WARNING: a worker can't be used, and the others go on: {error}", flush=True)
             return None
         if not lost:
             raise error

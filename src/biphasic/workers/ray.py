@@ -107,6 +107,10 @@ class _ActorExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._actor.run.remote(fn, *args, **kwargs).future()
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Kill the actor, so that another one gets its cores and its GPU."""
+        ray.kill(self._actor)
+
 
 class _Actor:
     def __init__(self, folder: str | None):
