@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from composer.devices import Device
 
 
+_FULL_GPU = re.compile(
+    r"(CUDA|HIP) error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory|(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|"
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+)
+"""Messages of CUDA, HIP, Triton's driver, cuBLAS and cuDNN."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -84,16 +89,20 @@ def require_usable_gpus() -> None:
         toolkit = torch.version.cuda or torch.version.hip  # pyright: ignore[reportAttributeAccessIssue]
         raise UserError(
             f"this machine has GPUs ({count}), but PyTorch can't use them: usually the driver is older than CUDA {toolkit} "
-            "needs. Update it, or install PyTorch for an older CUDA (docs/versions.md)"
+            "needs. Update it, install PyTorch for an older CUDA (docs/versions.md), or set CUDA_VISIBLE_DEVICES= (CPUs)"
         )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is that of a full GPU: of PyTorch's allocator, of CUDA, or of cuBLAS."""
+    """Return whether an error is that of a full GPU: of PyTorch's allocator, or of a library that allocates by itself.
+
+    Those of the thread that copies batches to pinned memory are not, since they are about the host's.
+    """
     import torch
 
-    texts = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+    text = str(error)
+    by_library = _FULL_GPU.search(text) is not None and "pin memory thread" not in text
+    return isinstance(error, torch.OutOfMemoryError) or by_library
 
 
 def require_compiler() -> None:

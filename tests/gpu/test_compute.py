@@ -39,7 +39,7 @@ def test_the_automatic_microbatch_is_stored_and_fits(write_yaml: Write) -> None:
     keys: dict[str, Any] = {"microbatch_size": "auto", "checkpoint__interval": "100ba", "compute": {"compile": False}}
     path = write_yaml("auto", **keys)
     folder = train(config_of(path))
-    assert json.loads((folder / MICROBATCH_FILE.format(length=LENGTH)).read_text())["rows"] == 8
+    assert json.loads((folder / "checkpoints" / MICROBATCH_FILE.format(length=LENGTH)).read_text())["rows"] == 8
     assert len(losses_of(folder)) == 12
 
 

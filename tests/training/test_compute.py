@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
-from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch
+from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute
 from biphasic.training.compute import configure_compute
@@ -170,7 +171,10 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
         inputs = [SimpleNamespace(rows=12, data=SimpleNamespace(sequence_length=8))]
         phases = [SimpleNamespace(name="clm")]
         config: Any = SimpleNamespace(
-            microbatch_size="auto", inputs=inputs, run_folder=tmp_path, objective=SimpleNamespace(phases=phases)
+            microbatch_size="auto",
+            inputs=inputs,
+            checkpoint_destination=str(tmp_path),
+            objective=SimpleNamespace(phases=phases),
         )
         model = SimpleNamespace(model=SimpleNamespace(compiled_loss=False))
         state: Any = SimpleNamespace(fsdp_config=None, evaluators=[], model=model)
@@ -211,8 +215,9 @@ def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypa
 
 
 def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
-    write_yaml: Write, monkeypatch: pytest.MonkeyPatch
+    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On another machine too, which has only what is stored with the checkpoints."""
     rows: list[int] = []
     trained: list[int] = []
     fill, forward, fails = compute.MicrobatchSize._batch, PretrainModel.forward, True
@@ -231,13 +236,14 @@ def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
     monkeypatch.setattr(compute.MicrobatchSize, "_batch", record)
     monkeypatch.setattr(PretrainModel, "forward", fill_memory)
     measure_by_formula(monkeypatch, rows)
-    config = config_of(write_yaml("full", microbatch_size="auto"))
+    config = config_of(write_yaml("full", microbatch_size="auto", checkpoint__folder=str(tmp_path / "place")))
     message = r"microbatch_size: auto: a GPU ran out of memory in batch 2 with microbatches of 4 rows: the next start"
     with pytest.raises(Unavailable, match=message):
         train(config)
     assert set(trained) == {4}
     fails = False
     trained.clear()
+    shutil.rmtree(config.run_folder)
     train(config)
     assert max(trained) == 3
     # A number in the YAML isn't changed.
@@ -246,6 +252,30 @@ def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
     with pytest.raises(UserError, match="with microbatches of 4 rows: set a smaller number") as caught:
         train(config_of(write_yaml("fixed", microbatch_size=4)))
     assert not isinstance(caught.value, Unavailable)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_full"),
+    [
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported later", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("Caught RuntimeError in pin memory thread for device 0.\nRuntimeError: CUDA error: out of memory", False),
+    ],
+)
+def test_a_full_gpu_is_known_by_its_errors(message: str, is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        raise RuntimeError(message)
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    if is_full:
+        assert peak_bytes(work) is None
+    else:
+        with pytest.raises(RuntimeError):
+            peak_bytes(work)
 
 
 def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:

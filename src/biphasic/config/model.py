@@ -47,8 +47,6 @@ class ModelConfig(Section):
     """Added to the mean square in RMSNorm (EuroBERT's code)."""
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of every weight matrix and embedding at initialization."""
-    trust_remote_code: bool = False
-    """Whether to run Python files from a Hugging Face folder."""
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -81,9 +79,7 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         message = "can't be given beside model.init_from, whose own value is used; remove one of them"
         yield from model.require_defaults(_FIXED_BY_INIT_FROM, "model", [], message)
         return
-    yield from model.require_defaults(
-        ("new_vocabulary", "trust_remote_code"), "model", [], "has no effect without model.init_from"
-    )
+    yield from model.require_defaults(("new_vocabulary",), "model", [], "has no effect without model.init_from")
     if model.preset is not None:
         message = f"can't be given beside model.preset: {model.preset}, which fixes it"
         yield from model.require_defaults(_FIXED_BY_PRESET, "model", [], message)

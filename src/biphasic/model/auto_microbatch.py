@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError
 
 MEMORY_SHARE = 0.94
@@ -61,7 +62,9 @@ def peak_bytes(work: Callable[[], object]) -> float | None:
     try:
         work()
         torch.cuda.synchronize()
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return None
     return torch.cuda.max_memory_allocated()
 

@@ -61,9 +61,8 @@ def build_language_model(
             `rope_theta` can't be changed, or the tokenizer isn't its own or has more tokens than a new model's `vocab_size`.
     """
     if config.init_from is not None:
-        model = load_language_model(
-            config.init_from, config.trust_remote_code, None, config.rope_theta, config.max_position_embeddings
-        )
+        # Never with the model's own code, since a checkpoint's network is built without it.
+        model = load_language_model(config.init_from, False, None, config.rope_theta, config.max_position_embeddings)
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and positions < sequence_length:
             raise UserError(

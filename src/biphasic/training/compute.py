@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +25,7 @@ from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
-from biphasic.storage import atomic_path, json_bytes
+from biphasic.storage import json_bytes, open_store
 from biphasic.training.step import PreparedBatch
 
 MICROBATCH_FILE = "microbatch-{length}.json"
@@ -79,7 +78,7 @@ class MicrobatchSize(Algorithm):
     """Algorithm that sets the number of rows in a microbatch, for the rows of each phase.
 
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
-    result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
+    result is stored beside the checkpoints for the next start. Composer's own `auto` relies on out-of-memory errors during
     training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
     the first phase; other rows have about as many tokens in a microbatch.
 
@@ -136,25 +135,31 @@ class MicrobatchSize(Algorithm):
     def out_of_memory(self, state: State) -> UserError:
         """Return the error of a rank that ran out of GPU memory in training.
 
-        If the size was measured, a tenth less is stored in the run's folder as the result for the next start.
+        If the size was measured, a tenth less is stored as the result for the next start.
         """
         rows, length = self._shape
         if self.sizes and state.dataloader_label != "train":  # a validation
             rows, length = self.sizes[0], self.config.inputs[0].data.sequence_length
         problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {rows} rows"
-        if length not in self._circumstances or rows <= 1:
-            advice = "set a smaller number, parallelism.strategy: fsdp, or compute.activation_checkpointing: all"
-            return UserError(f"microbatch_size: {problem}: {advice}")
-        with suppress(OSError):
-            self._store(length, int(0.9 * rows))
-        return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less")
-
-    def _file(self, length: int) -> Path:
-        return self.config.run_folder / MICROBATCH_FILE.format(length=length)
+        if length in self._circumstances and rows > 1:
+            with suppress(OSError, UserError):
+                self._store(length, int(0.9 * rows))
+                return Unavailable(f"microbatch_size: auto: {problem}: the next start takes a tenth less")
+        advice = "set a smaller number, parallelism.strategy: fsdp, or compute.activation_checkpointing: all"
+        return UserError(f"microbatch_size: {problem}: {advice}")
 
     def _store(self, length: int, rows: int) -> None:
-        with atomic_path(self._file(length)) as partial:
-            partial.write_bytes(json_bytes({"circumstances": self._circumstances[length], "rows": rows}))
+        content = json_bytes({"circumstances": self._circumstances[length], "rows": rows})
+        open_store(self.config.checkpoint_destination).write(MICROBATCH_FILE.format(length=length), content)
+
+    def _stored(self, length: int) -> int:
+        """Return the stored number of rows that fit; 0 if none is stored for these circumstances."""
+        try:
+            store = open_store(self.config.checkpoint_destination)
+            record = json.loads(store.read(MICROBATCH_FILE.format(length=length)))
+            return int(record["rows"]) if record["circumstances"] == self._circumstances[length] else 0
+        except (OSError, UserError, ValueError, KeyError, TypeError):
+            return 0
 
     def _compile(self, state: State) -> None:
         """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
@@ -188,8 +193,8 @@ class MicrobatchSize(Algorithm):
         is_first_rank = dist.get_global_rank() == 0
         segments = self._segments.get(length, 1)
         self._circumstances[length] = {"segments": segments, **_circumstances(self.config, length, rows)}
-        # Rank 0 stores what was measured, and a rank that ran out of memory a smaller result in its own node's folder.
-        stored = dist.all_gather_object(_stored_result(self._file(length), self._circumstances[length]))
+        # Rank 0 stores what was measured, and a rank that ran out of memory less: in a local folder, that of its own node.
+        stored = dist.all_gather_object(self._stored(length) if dist.get_local_rank() == 0 else 0)
         if fitting := min(filter(None, stored), default=0):
             return fitting
         if is_first_rank:
@@ -197,7 +202,7 @@ class MicrobatchSize(Algorithm):
             print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
         available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
         # FSDP's ranks would wait forever for one that runs out of memory.
-        before = torch.cuda.memory_allocated() if _has_collectives(state) else None
+        before = min(dist.all_gather_object(torch.cuda.memory_allocated())) if _has_collectives(state) else None
         fitting = largest_microbatch(lambda count: self._measure(state, length, count), rows, available, before)
         if is_first_rank:
             size = even_microbatch(rows, fitting)
@@ -263,15 +268,6 @@ def _has_collectives(state: State) -> bool:
 
 def _is_measured(config: PretrainConfig) -> bool:
     return config.microbatch_size == "auto" and torch.cuda.is_available()
-
-
-def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
-    """Return the stored number of rows that fit; 0 if none is stored for these circumstances."""
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        return int(record["rows"]) if record["circumstances"] == circumstances else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _missing_optimizer_state(state: State) -> float:
