@@ -46,7 +46,8 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "docs/evaluate.md": (
         {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder",
-         "model.path=my-retriever": "model.path=my-encoder"},
+         "model.path=my-retriever": "model.path=my-encoder",
+         "evaluate/quick.yaml": "evaluate/quick.yaml output=runs/evaluate-again"},  # a folder of README's model alone
         ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap"),
     ),
     "docs/export.md": (
@@ -60,7 +61,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/finetune.md": (
         {},
         # GLUE is on the hub; tests/downstream/test_glue.py reads its columns, tests/sweep the order of its trials.
-        ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue"),
+        ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue", "s3://"),
     ),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
     "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),

@@ -98,7 +98,7 @@ def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp
     assert AutoConfig.from_pretrained(first).vocab_size == words + 1  # the mask token
 
     phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm", "masking_ratio": 0.4}]
-    data = f"data.folder={tmp_path}/bucket/fineweb-edu-decoder"
+    data = f"data.folder={tmp_path}/bucket/fineweb-edu-decoder-2000"
     detour = ("run_name=detour", f"model.init_from={first}", data)
     script = "composer src/main.py recipes/clm_detour/pretrain.yaml"
     run(environment, script, *detour, **{"objective.phases": phases})
