@@ -64,7 +64,11 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(
     text = "Error(s) in loading state_dict for PretrainModel:\n\tsize mismatch for a.b"
     error = RuntimeError(text) if fault is None else CheckpointException("load", {1: (fault, StackSummary())})
     expected = pytest.raises(kind, match=rf"^checkpoint .*: can't be loaded \({message}\)$")
-    with expected as caught, open_run(config_of(write_yaml())):
+    config = config_of(write_yaml())
+    if fault is None:  # a first start, from another run's checkpoint
+        config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": "other"})})
+        expected = pytest.raises(kind, match=r"^checkpoint other: can't be loaded")
+    with expected as caught, open_run(config):
         raise error
     assert type(caught.value) is kind
 

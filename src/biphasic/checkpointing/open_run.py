@@ -264,8 +264,8 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise
             cause = " ".join(str(error).split())
-            source = f"checkpoint {run.checkpoint}" if run.checkpoint is not None else f"model {config.model.init_from}"
-            raise UserError(f"{source}: can't be loaded ({cause:.300})") from None
+            source = run.checkpoint or config.model.init_from
+            raise UserError(f"checkpoint {source}: can't be loaded ({cause:.300})") from None
     run.close("finished")
 
 
