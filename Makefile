@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test coverage test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -49,16 +49,20 @@ $(READY): requirements.lock pyproject.toml
 quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
-# It ends with the lines of src/ that its processes ran; those of commands that it starts are not counted.
+# One thread a process: tiny models are slower with more.
+PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
 test: env
-	@# One thread a process: tiny models are slower with more.
-	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --skip-covered --out $(VENV)/coverage.txt -m pytest -n $(WORKERS) --dist loadscope \
-		--no-loadscope-reorder -m "not slow"; status=$$?; echo "coverage of src/ (all files: $(VENV)/coverage.txt):"; \
-		tail -n 1 $(VENV)/coverage.txt; exit $$status
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+
+# `make test`, and the lines of src/ that its processes ran; those of commands that it starts are not counted.
+coverage: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --skip-covered --out $(VENV)/coverage.txt $(PYTEST) -m "not slow"; \
+		status=$$?; echo "all files: $(VENV)/coverage.txt"; tail -n 1 $(VENV)/coverage.txt; exit $$status
 
 # Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
 test-all: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 # Azure's emulator, a package of npm: its tests are skipped without it. Needs Node.js.
 azurite: env
