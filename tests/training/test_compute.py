@@ -161,6 +161,7 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
+    place = tmp_path / "checkpoints"
     measure_by_formula(monkeypatch, measured)
     monkeypatch.setattr(
         compute.MicrobatchSize, "_train", lambda self, state, length, rows, causal: measured.append(rows)
@@ -173,7 +174,7 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
         config: Any = SimpleNamespace(
             microbatch_size="auto",
             inputs=inputs,
-            checkpoint_destination=str(tmp_path),
+            checkpoint_destination=str(place),
             objective=SimpleNamespace(phases=phases),
         )
         model = SimpleNamespace(model=SimpleNamespace(compiled_loss=False))
@@ -185,8 +186,12 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     first = len(measured)
     assert find(length=8) == 4 and len(measured) == first
     assert find(length=9) == 4 and len(measured) == 2 * first
-    (tmp_path / compute.MICROBATCH_FILE.format(length=8)).write_text('{"circumstances"')
+    (place / compute.MICROBATCH_FILE.format(length=8)).write_text('{"circumstances"')
     assert find(length=9) == 4 and len(measured) == 3 * first
+    # A result that can't be stored doesn't end the run.
+    shutil.rmtree(place)
+    place.touch()
+    assert find(length=9) == 4 and len(measured) == 4 * first
 
 
 def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:

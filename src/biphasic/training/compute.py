@@ -207,7 +207,8 @@ class MicrobatchSize(Algorithm):
         if is_first_rank:
             size = even_microbatch(rows, fitting)
             print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
-            self._store(length, fitting)
+            with suppress(OSError, UserError):  # the next start measures again
+                self._store(length, fitting)
         return fitting
 
     def _measure(self, state: State, length: int, rows: int) -> float | None:
