@@ -61,6 +61,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/finetune.md": (
         {},
         # GLUE is on the hub; tests/downstream/test_glue.py reads its columns, tests/sweep the order of its trials.
+        # The export from a bucket is named in a sentence.
         ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue", "s3://"),
     ),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,47 +31,42 @@ def bert_tokenizer(folder: Path) -> None:
     cls_tokenizers.save(tokenizer, folder)
 
 
-def bert(folder: Path) -> Path:
+def _saved(model_class: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-                        max_position_embeddings=64)  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(folder)
+    model_class(config).save_pretrained(folder)
     bert_tokenizer(folder)
     return folder
 
 
+def bert(folder: Path) -> Path:
+    config = BertConfig(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+                        max_position_embeddings=64)  # fmt: skip
+    return _saved(BertForMaskedLM, config, folder)
+
+
 def modernbert(folder: Path) -> Path:
-    torch.manual_seed(0)
     config = ModernBertConfig(
         vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64, local_attention=16, global_attn_every_n_layers=3, pad_token_id=0, cls_token_id=2,
         sep_token_id=3, reference_compile=False,
     )  # fmt: skip
-    ModernBertForMaskedLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
+    return _saved(ModernBertForMaskedLM, config, folder)
 
 
 def ettin(folder: Path) -> Path:
     """Write a decoder with ModernBERT's layers."""
-    torch.manual_seed(0)
     config = ModernBertDecoderConfig(
         vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64, local_attention=16, pad_token_id=0, bos_token_id=2, eos_token_id=3,
     )  # fmt: skip
-    ModernBertDecoderForCausalLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
+    return _saved(ModernBertDecoderForCausalLM, config, folder)
 
 
 def qwen3(folder: Path) -> Path:
     """Write a decoder."""
-    torch.manual_seed(0)
     config = Qwen3Config(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          head_dim=8, intermediate_size=48, max_position_embeddings=64)  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    bert_tokenizer(folder)
-    return folder
+    return _saved(Qwen3ForCausalLM, config, folder)
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert, "modernbert": modernbert, "ettin": ettin, "qwen3": qwen3}
