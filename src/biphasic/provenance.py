@@ -18,12 +18,21 @@ _PACKAGES = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformer
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return `commit`, `host`, `hardware` (the GPU's or the CPU's name) and `versions` of this process."""
+    """Return `commit`, `host`, `hardware` (the GPU's or the CPU's name) and `versions` of this process.
+
+    The version of a package that is on the path, but not installed, is None.
+    """
     import torch
 
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in _PACKAGES}
     return {"commit": _commit(), "host": socket.gethostname(), "hardware": hardware, "versions": versions}
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _commit() -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.staging import StagingOptions
 
-from biphasic.checkpointing import save
 from biphasic.checkpointing.save import StagingBuffer
 
 
@@ -48,19 +47,59 @@ def test_the_memory_of_a_copy_is_reused() -> None:
     assert second.tolist() == [2.0] * 3 and second.data_ptr() == first.data_ptr()
 
 
-def test_a_gpu_s_state_is_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a GPU."""
-    options: list[StagingOptions] = []
+def test_tensors_that_share_memory_share_it_in_the_copy() -> None:
+    """A tied head is written once; a slice keeps its place."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    model = {
+        "embedding": weight,
+        "head": weight.detach(),
+        "row": weight[1],
+        "transposed": weight.T,
+        "empty": weight[:0],
+    }
+    buffer = StagingBuffer()
+    for _ in range(2):
+        copied = buffer.copy({"state": {"model": model}, "rng": []})["state"]["model"]
+        assert all(torch.equal(copied[name], tensor) for name, tensor in model.items())
+        assert {copied[name].untyped_storage().data_ptr() for name in ("embedding", "head", "row", "transposed")} == {
+            copied["embedding"].untyped_storage().data_ptr()
+        }
+        assert copied["transposed"].stride() == weight.T.stride()
+        assert copied["embedding"].data_ptr() != weight.data_ptr()
 
-    class Stager:
-        def __init__(self, given: StagingOptions):
-            options.append(given)
 
-        def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-            return {"tensors": [torch.zeros(tensor.shape) for tensor in state["tensors"]]}
+def test_an_optimizer_state_that_appears_later_gets_memory_of_its_own() -> None:
+    """An optimizer has no state before its first step, or after it was reset."""
+    content, buffer = state_of("cpu"), StagingBuffer()
+    without = state_of("cpu")
+    without["state"]["optimizers"]["AdamW"]["state"] = {}
+    for each in (without, content, without, content):
+        state = buffer.copy(each)["state"]
+        assert state["model"]["w"].tolist() == [1.0] * 3
+        if each is content:
+            assert state["optimizers"]["AdamW"]["state"]["w"]["exp_avg"].tolist() == [2.0] * 3
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(save, "DefaultStager", Stager)
-    copied = StagingBuffer().copy(state_of("meta"))["state"]
-    assert options[0].use_pinned_memory and copied["model"]["w"].device.type == "cpu"
-    assert copied["optimizers"]["AdamW"]["state"]["w"]["exp_avg"].device.type == "cpu"
+
+def test_large_tensors_of_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, CUDA's functions are replaced: they record which memory is pinned, and when it is given back."""
+    pinned: set[int] = set()
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            pinned.add(address)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            pinned.remove(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.UntypedStorage, "is_cuda", True)
+    content, buffer = state_of("cpu"), StagingBuffer()
+    content["state"]["model"]["large"] = torch.ones(1 << 18)
+    copied = [buffer.copy(content)["state"]["model"] for _ in range(2)]
+    assert pinned == {copied[1]["large"].data_ptr()} == {copied[0]["large"].data_ptr()}
+    del buffer, copied
+    gc.collect()
+    assert not pinned

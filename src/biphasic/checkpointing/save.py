@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,8 +20,8 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from biphasic.amounts import format_bytes
@@ -35,6 +36,8 @@ from biphasic.errors import Preempted, Unavailable, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
 _LARGE = ("model", "optimizers")
+_SMALLEST_PINNED = 1 << 20
+"""Bytes from which pinning makes a copy faster."""
 _QUIET_SECONDS = 5.0
 """Seconds that the last upload before a stop may take without a message."""
 
@@ -59,9 +62,10 @@ class StagingBuffer:
     since an optimizer may count its steps in host memory.
     """
 
+    # PyTorch's `DefaultStager` does the same, but in 2.11 it closes itself after a copy, and a new one pins its memory anew.
     def __init__(self) -> None:
-        options = {"use_shared_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
-        self._stager: Any = DefaultStager(StagingOptions(use_pinned_memory=torch.cuda.is_available(), **options))
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+        """Host memory by size in bytes."""
 
     def copy(self, content: dict[str, Any]) -> dict[str, Any]:
         """Copy a Composer checkpoint's content (`state` and `rng`). The next call overwrites the copy."""
@@ -70,8 +74,39 @@ class StagingBuffer:
         if torch.cuda.is_available() and all(tensor.device.type == "cpu" for tensor in tensors):
             copies = [tensor if tensor.dim() else tensor.clone() for tensor in tensors]
         else:
-            copies = self._stager.stage({"tensors": tensors})["tensors"]
+            copies = self._to_host(tensors)
         return copy.deepcopy(content, {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)})
+
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies in host memory; those of tensors that share memory share it too."""
+        unused = {size: list(buffers) for size, buffers in self._buffers.items()}
+        copied: dict[tuple[int, int], torch.UntypedStorage] = {}
+        copies = []
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            source = local.untyped_storage()
+            place = source.data_ptr(), source.nbytes()
+            if place not in copied:
+                buffers = unused.get(source.nbytes()) or [self._allocate(source.nbytes(), pinned=source.is_cuda)]
+                copied[place] = buffers.pop(0).untyped_storage().copy_(source, non_blocking=False)
+            result = torch.empty(0, dtype=local.dtype).set_(
+                copied[place], local.storage_offset(), local.size(), local.stride()
+            )
+            if isinstance(tensor, DTensor):
+                parts = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+                result = DTensor.from_local(result, tensor.device_mesh, tensor.placements, **parts)
+            copies.append(result)
+        return copies
+
+    def _allocate(self, size: int, pinned: bool) -> torch.Tensor:
+        # Registered and not allocated as pinned, since PyTorch's allocator rounds each size up to a power of two.
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if pinned and size >= _SMALLEST_PINNED:
+            cuda: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)))
+            weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        self._buffers.setdefault(size, []).append(buffer)
+        return buffer
 
 
 class Saver(Callback):
