@@ -1,14 +1,15 @@
 """Training on one GPU: largest microbatch, tokens/s, MFU and peak memory of the paper's three sizes.
 
-    PYTHONPATH=src python benchmarks/gpu.py [--sizes 1b 210m 610m] [--seconds 380]
+    PYTHONPATH=src python benchmarks/gpu.py [--sizes 1b 210m 610m] [--rows N] [--variants NAME ...] [--seconds 500]
 
 Needs this repository, PyTorch (2.11 or newer) and transformers (5.17 or newer), and no other dependency of Biphasic. Without
 a CUDA device it prints a message and ends. Every step is a complete one: bf16 with fp32 weights, packed documents, the loss
 of the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (without
 padding), the pairs within attention's reach, and the computed logits, over the dense peak of the data sheet. The rates of a
 large matrix product and a large copy in the same run are reported beside it. Results are written after each measurement, to
-results/gpu-NAME.{json,md}, so that an interrupted run keeps what it has measured. In the time that is left at the end,
-`tests/gpu` runs, and its result is written there too.
+gpu-NAME.{json,md} in `--results`, so that an interrupted run keeps what it has measured.
+
+The search for the largest microbatch compiles the layers for three or four numbers of rows; `--rows` replaces it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ import argparse
 import gc
 import math
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +57,12 @@ class Variant:
 
     compile: bool = True
     """Compile the layers and the loss."""
+    mode: str = "default"
+    """The layers' mode of torch.compile."""
+    fused: bool = False
+    """`compute.fused_projections`."""
+    residual: str = "fp32"
+    """`compute.residual`."""
     attention: str = "auto"
     """`auto`, a backend, or `varlen by` and the name of its kernels in a YAML."""
     packing: str = "documents"
@@ -74,6 +79,25 @@ class Variant:
             yield
         finally:
             losses.GPU_SHARE = share
+
+
+VARIANTS = {
+    "fused": Variant(fused=True),
+    "residual": Variant(residual="bf16"),
+    "both": Variant(fused=True, residual="bf16"),
+    "flex": Variant(attention="flex"),
+    "chunks-4": Variant(loss_chunks=4.0),
+    "chunks-0.25": Variant(loss_chunks=0.25),
+    "cudnn": Variant(attention="varlen by cudnn"),
+    "fa2": Variant(attention="varlen by fa2"),
+    "flash2": Variant(attention="flash2"),
+    "sdpa": Variant(attention="sdpa"),
+    "whole": Variant(packing="whole"),
+    "padded": Variant(packing="padded"),
+    "eager": Variant(compile=False),
+    "autotune": Variant(mode="max-autotune-no-cudagraphs"),
+}
+"""The variants that are compared with the default one, in the order of what a short run should show."""
 
 
 def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -137,8 +161,12 @@ class Trained:
         if self.attention == "varlen":
             self.kernels = select_kernels(self.model.config, kernels or "auto")
         self.model.compiled_loss = variant.compile
+        if variant.fused:
+            layers.fuse_projections(self.model.backbone)
         if variant.compile:
-            layers.compile_layers(self.model.backbone)
+            layers.compile_layers(self.model.backbone, variant.mode)
+        if variant.residual == "bf16":
+            layers.round_residual(self.model.backbone)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
         )
@@ -164,7 +192,7 @@ class Trained:
         return total / batch["predicted"]
 
     def fit(self, phase: str, limit: int) -> int:
-        """The largest number of rows in a microbatch."""
+        """The largest number of rows in a microbatch, up to `limit`."""
 
         def measure(rows: int) -> float | None:
             batch = {
@@ -224,7 +252,7 @@ KINDS = (
 
 
 def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
-    """The device time of a step: shares by kind of kernel, the twelve longest kernels, and idle time."""
+    """The device time of a step: shares by kind of kernel, the forty longest kernels, and idle time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -247,7 +275,7 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
         kind = next((k for k, parts in KINDS if any(part in name.lower() for part in parts)), "other")
         kinds[kind] = kinds.get(kind, 0.0) + spent
     busy = sum(times.values())
-    longest = sorted(times.items(), key=lambda item: -item[1])[:12]
+    longest = sorted(times.items(), key=lambda item: -item[1])[:40]
     return {
         "wall_seconds": wall,
         "share_of_wall": {**{kind: spent / wall for kind, spent in kinds.items()}, "idle": max(0.0, 1 - busy / wall)},
@@ -258,8 +286,12 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["1b", "210m", "610m"], choices=list(PRESETS))
-    parser.add_argument("--seconds", type=float, default=380, help="no measurement starts after this time")
+    parser.add_argument("--sizes", nargs="*", default=["1b", "210m", "610m"], choices=list(PRESETS))
+    parser.add_argument("--rows", type=int, help="rows of a microbatch (default: as many as fit)")
+    parser.add_argument(
+        "--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="of the first size (default: all)"
+    )
+    parser.add_argument("--seconds", type=float, default=500, help="no measurement starts after this time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -267,33 +299,19 @@ def main() -> None:
         return
     name = torch.cuda.get_device_name()
     report = Report(options.results, name, time.monotonic() + options.seconds)
-    print(f"{name}: about {options.seconds / 60:.0f} minutes, into {report.path}.md and .json", flush=True)
+    print(f"{name}: at most {options.seconds / 60:.0f} minutes, into {report.path}.md and .json", flush=True)
     report.note("machine", describe_machine())
     report.note("roofline", roofline("cuda"))
     peak = peak_flops(name, torch.bfloat16)
     report.note("dense_peak", peak)
     for size in options.sizes:
-        measure_size(report, size, peak)
-    for size in options.sizes[:2]:
-        variants(report, size, peak)
-    # Ten minutes are the longest that a borrowed machine runs a command.
-    log = report.path.with_name(f"{report.path.name}-tests.txt")
-    report.note("tests", run_tests(max(report.until + 190 - time.monotonic(), 60), log))
+        measure_size(report, size, peak, rows=options.rows)
+        if size == options.sizes[0]:
+            variants(report, size, peak, options.variants)
     print(report.markdown())
 
 
-def run_tests(seconds: float, log: Path) -> str:
-    """Run tests/gpu with their output in `log`; returns pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    with log.open("w") as output:
-        try:
-            subprocess.run(command, cwd=RESULTS.parents[1], stdout=output, stderr=output, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {seconds:.0f} s: {log.name}"
-    return (log.read_text().strip() or "no output").splitlines()[-1]
-
-
-def measure_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
+def measure_size(report: Report, name: str, peak: float | None, device: str = "cuda", rows: int | None = None) -> None:
     """Measure a size in the first variant that works: its largest microbatch, both phases, and their profiles."""
     size = PRESETS[name]
     for variant in (Variant(), Variant(attention="flex"), Variant(compile=False)):
@@ -302,7 +320,9 @@ def measure_size(report: Report, name: str, peak: float | None, device: str = "c
         trained = None
         with report.attempt(f"{name} {variant}") as attempt, variant.settings():
             trained = Trained(size, variant, device)
-            rows = even_microbatch(STEP_ROWS, trained.fit("clm", STEP_ROWS)) if device == "cuda" else STEP_ROWS
+            if rows is None:
+                rows = trained.fit("clm", STEP_ROWS) if device == "cuda" else STEP_ROWS
+            rows = even_microbatch(STEP_ROWS, rows)
             for phase in PHASES:
                 report.add(name, phase, variant, measure(trained, phase, rows, peak))
             for phase in PHASES:
@@ -314,29 +334,24 @@ def measure_size(report: Report, name: str, peak: float | None, device: str = "c
             return
 
 
-def variants(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
-    """Measure other variants of the same size with CLM and the same microbatch."""
+def variants(report: Report, name: str, peak: float | None, names: Sequence[str], device: str = "cuda") -> None:
+    """Measure other variants of the same size with the same microbatch, in both phases."""
     best = report.best(name, "clm")
     if best is None:
         return
-    others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False)]
-    if backend_available("varlen"):
-        others += [Variant(attention=f"varlen by {kernels}") for kernels in ("cudnn", "fa2")]
-    others += [
-        Variant(attention=backend)
-        for backend in BACKEND_FUNCTIONS
-        if backend != "varlen" and backend_available(backend)
-    ]
-    others += [Variant(loss_chunks=chunks) for chunks in (0.25, 4.0)]
-    for variant in others:
-        if not report.time_left():
-            return
+    for key in names:
+        variant = VARIANTS[key]
+        if variant.attention.partition(" ")[0] not in ("auto", *filter(backend_available, BACKEND_FUNCTIONS)):
+            continue
         trained = None
         with report.attempt(f"{name} {variant}"), variant.settings():
-            trained = Trained(PRESETS[name], variant, device)
-            # Eager layers keep more activations for the backward pass.
-            rows = best["microbatch_rows"] if variant.compile else max(1, best["microbatch_rows"] // 2)
-            report.add(name, "clm", variant, measure(trained, "clm", rows, peak, steps=3))
+            for phase in PHASES:
+                if not report.time_left():
+                    return
+                trained = trained or Trained(PRESETS[name], variant, device)
+                # Eager layers keep more activations for the backward pass.
+                rows = best["microbatch_rows"] if variant.compile else max(1, best["microbatch_rows"] // 2)
+                report.add(name, phase, variant, measure(trained, phase, rows, peak, steps=3))
         del trained
         free()
 

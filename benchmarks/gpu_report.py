@@ -50,7 +50,8 @@ class Report:
         """Add a measurement."""
         self.results["measured"].append({"size": size, "phase": phase, "ways": asdict(variant), **numbers})
         of_peak = "" if numbers["mfu"] is None else f", MFU {numbers['mfu']:.1%}"
-        print(f"{size} {phase} {variant}: {numbers['tokens_per_second']:,.0f} tokens/s{of_peak}", flush=True)
+        first = f", first step {numbers['first_step_seconds']:.1f} s"
+        print(f"{size} {phase} {variant}: {numbers['tokens_per_second']:,.0f} tokens/s{of_peak}{first}", flush=True)
         self.write()
 
     def profiled(self, size: str, phase: str, numbers: dict[str, Any]) -> None:
@@ -131,8 +132,6 @@ class Report:
                 f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + ". Longest:",
             ]
             lines += [f"{one['share_of_wall']:.1%} `{one['name']}`  " for one in profile.get("longest_kernels", [])[:5]]
-        if "tests" in self.results:
-            lines += ["", f"`pytest tests/gpu`: {self.results['tests']}"]
         lines += [
             f"\nFailed: {measurement['what']}: {measurement['error'].splitlines()[0]}"
             for measurement in self.results["failed"]
@@ -143,6 +142,8 @@ class Report:
 def _layers(variant: dict[str, Any]) -> str:
     """What a variant changes about the layers and the loss."""
     words = ["compiled" if variant["compile"] else "eager"]
+    words += [variant["mode"]] * (variant["mode"] != "default") + ["fused projections"] * variant["fused"]
+    words += ["bf16 residual"] * (variant["residual"] == "bf16")
     if variant["loss_chunks"] != 1:
         words.append(f"chunks of the loss {variant['loss_chunks']:g}")
     return ", ".join(words)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # Without the last stage of the compiler, which takes half a minute.
     compile_ = torch.compile
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend="aot_eager"))
+    without_mode = {"backend": "aot_eager", "mode": None}  # modes are Inductor's
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **{**named, **without_mode}))
     yield module
     torch._dynamo.reset()
 
@@ -46,16 +48,15 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     report.note("roofline", gpu.roofline("cpu", side=64, copied=1 << 16))
     report.note("dense_peak", 1e12)
     gpu.measure_size(report, "210m", 1e12, "cpu")
-    gpu.variants(report, "210m", 1e12, "cpu")
+    gpu.variants(report, "210m", 1e12, list(gpu.VARIANTS), "cpu")
     assert report.results["failed"] == []
     results = json.loads((tmp_path / "gpu-some-gpu-9000.json").read_text())
     assert set(results["mfu"]["210m"]) == {"clm", "mlm"}
-    ways = [(one["phase"], one["ways"]["packing"], one["ways"]["attention"]) for one in results["measured"]]
-    assert ways == [
-        ("clm", "documents", "auto"), ("mlm", "documents", "auto"), ("clm", "whole", "auto"), ("clm", "padded", "auto"),
-        ("clm", "documents", "auto"), ("clm", "documents", "sdpa"), ("clm", "documents", "auto"),
-        ("clm", "documents", "auto"),
-    ]  # fmt: skip
+    ran = [(one["phase"], one["ways"]) for one in results["measured"]]
+    # The others' attention needs a GPU.
+    names = ["fused", "residual", "both", "chunks-4", "chunks-0.25", "sdpa", "whole", "padded", "eager", "autotune"]
+    variants = [gpu.Variant(), *(gpu.VARIANTS[name] for name in names)]
+    assert ran == [(phase, asdict(variant)) for variant in variants for phase in ("clm", "mlm")]
     for one in results["measured"]:
         first, last = one["loss_first_and_last"]
         assert abs(first - math.log(500)) < 0.1 and last < first
@@ -63,7 +64,9 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     assert set(results["profiles"]) == {"210m clm", "210m mlm"}
     text = (tmp_path / "gpu-some-gpu-9000.md").read_text()
     assert "| 210m | mlm | compiled | sdpa | documents | 4 |" in text
-    assert text.count("\n| 210m ") == 8
+    assert text.count("\n| 210m ") == 22
+    assert "| 210m | clm | compiled, fused projections, bf16 residual | sdpa |" in text
+    assert "| 210m | clm | compiled, max-autotune-no-cudagraphs | sdpa |" in text
     assert "| 210m | clm | compiled, chunks of the loss 0.25 | sdpa |" in text
 
 
@@ -85,7 +88,7 @@ def test_what_fails_is_written_down(gpu: Any, tmp_path: Path, monkeypatch: pytes
     """One way of computing fails; the next one is tried and gives the figures."""
     report = gpu.Report(tmp_path, "x", time.monotonic() + 600)
 
-    def fails(backbone: Any) -> None:
+    def fails(backbone: Any, mode: str) -> None:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(gpu.layers, "compile_layers", fails)

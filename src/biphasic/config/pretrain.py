@@ -97,6 +97,9 @@ class ParallelismConfig(Section):
     """False keeps a layer's gathered weights from forward to backward, which needs less communication but more memory."""
 
 
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+
+
 class ComputeConfig(Section):
     """Kernels and recomputation. They affect results only by rounding; see docs/throughput.md."""
 
@@ -109,8 +112,15 @@ class ComputeConfig(Section):
     deterministic: bool = False
     """Compute with deterministic algorithms only, so that a run on GPUs can be repeated bit for bit; on CPUs it always can.
     Attention's backward pass and the embedding's gradient are slower then (docs/throughput.md)."""
-    compile: bool | Literal["auto"] = "auto"
-    """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs."""
+    compile: bool | Literal["auto", "max-autotune-no-cudagraphs"] = "auto"
+    """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs. `max-autotune-no-cudagraphs`:
+    yes, and time several kernels for each matrix product at the start of the run, which takes minutes."""
+    fused_projections: bool = False
+    """Compute queries, keys and values by one matrix product, and the MLP's gate and up projections by another one. The
+    weights stay separate, in checkpoints too."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the sum over layers (the residual stream) with `precision: amp_bf16`. `bf16` takes less memory and
+    time, and rounds the sum at every layer (docs/throughput.md)."""
     activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
     """Layers whose activations are recomputed in the backward pass to save memory: `all`, every Nth (`2`), or a list,
     counted from 0 (`[0, 1, 5]`)."""
@@ -297,6 +307,9 @@ class PretrainConfig(RunConfig):
         if self.compute.attention not in ("auto", "varlen") and self.compute.varlen_kernels != "auto":
             message = f"has no effect with compute.attention: {self.compute.attention}"
             yield ["compute.varlen_kernels", "compute.attention"], message
+        if self.compute.residual == "bf16" and self.precision != "amp_bf16":
+            message = f"expected precision: amp_bf16 with compute.residual: bf16; got {self.precision}"
+            yield ["compute.residual", "precision"], message
         setting = self.compute.activation_checkpointing
         if architecture is not None and setting not in ("none", "all"):
             layers = self.compute.recomputed(architecture.layers)

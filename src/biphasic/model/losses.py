@@ -60,6 +60,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[start : start + chunk] = grad @ cast
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.T, part)
+            elif grad.is_cuda:
+                # cuBLAS adds to the fp32 sum, which saves rounding each chunk to bf16 and another pass over the gradient.
+                torch.addmm(grad_weight, grad.T, part, out_dtype=grad_weight.dtype, out=grad_weight)
             else:
                 grad_weight += grad.T @ part
             if grad_bias is not None:

@@ -17,7 +17,7 @@ from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
 from biphasic.config.data import StreamRecord
-from biphasic.config.pretrain import ComputeConfig, PretrainConfig
+from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig, PretrainConfig
 from biphasic.devices import require_compiler
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention
@@ -61,17 +61,27 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
         )
     backbone: Any = model.backbone
     backbone.attention_backend = backend
-    model.compiled_loss = gpu if config.compile == "auto" else config.compile
+    if config.fused_projections and not decoder_layers.fuse_projections(backbone):
+        raise UserError(
+            "compute.fused_projections: this model's layers have no projections to fuse (expected layers named "
+            f"{', '.join('+'.join(names) for names in decoder_layers.FUSED_PROJECTIONS)}): leave it out"
+        )
+    model.compiled_loss = gpu if config.compile == "auto" else config.compile is not False
     if model.compiled_loss:
         if gpu:
             require_compiler()
-        decoder_layers.compile_layers(backbone)
+        decoder_layers.compile_layers(backbone, config.compile if config.compile == MAX_AUTOTUNE else "default")
+    if config.residual == "bf16":
+        decoder_layers.round_residual(backbone)
     count = len(backbone.layers)
     decoder_layers.recompute_layers(backbone, config.recomputed(count))
     recomputed = decoder_layers.recomputed_layers(backbone)
     compiled = "compiled" if model.compiled_loss else "not compiled"
-    recomputation = f" ({recomputed} of {count} layers recomputed)" if recomputed else ""
-    return f"layers and loss {compiled}{recomputation}, attention {backend}{kernels}"
+    details = [MAX_AUTOTUNE] * (config.compile == MAX_AUTOTUNE) + ["fused projections"] * config.fused_projections
+    details += ["bf16 residual"] * (config.residual == "bf16")
+    details += [f"{recomputed} of {count} layers recomputed"] * bool(recomputed)
+    shown = f" ({', '.join(details)})" if details else ""
+    return f"layers and loss {compiled}{shown}, attention {backend}{kernels}"
 
 
 class MicrobatchSize(Algorithm):

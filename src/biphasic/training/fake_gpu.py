@@ -59,7 +59,7 @@ class FakeGPU(TorchDispatchMode):
     Attributes:
         share: share of a tensor's elements that `nonzero` returns.
         nonzero: number of elements that `nonzero` has returned.
-        flops: FLOPs of the operators, by the dtype of their first tensor.
+        flops: FLOPs of the operators, by the dtype of their second tensor.
         current: bytes of the tensors that exist on the GPU.
         peak: largest number of bytes since the last call of `reset_peak`.
         formulas: function that returns an operator's FLOPs, by operator.
@@ -107,7 +107,7 @@ class FakeGPU(TorchDispatchMode):
         if is_operator:
             _keep_values(func, tensors, args, kwargs, result)
         if (formula := self.formulas.get(func._overloadpacket if is_operator else func)) is not None:
-            dtype = tensors[0].dtype
+            dtype = tensors[1].dtype  # the first may be an fp32 sum, to which a product of bf16 matrices is added
             self.flops[dtype] = self.flops.get(dtype, 0) + formula(*args, **kwargs, out_val=result)
         if not self._is_fused:
             self._track(result)

@@ -180,7 +180,9 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
         return gpu.fused(backend(graph, inputs, **options))
 
     def compile_function(function: Any, **named: Any) -> Any:
-        return compile_(function, **named, backend=fusing_backend if function.__qualname__ == _LOSS else backend)
+        # Modes are Inductor's.
+        named |= {"backend": fusing_backend if function.__qualname__ == _LOSS else backend, "mode": None}
+        return compile_(function, **named)
 
     yield mock.patch.object(torch, "compile", compile_function)
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
