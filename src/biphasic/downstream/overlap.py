@@ -76,7 +76,7 @@ class NgramIndex:
         self.words, self.vocabulary, parts = words, dict[str, int](), []
         for number, text in enumerate(texts):
             # Words of other texts only are 0.
-            self.vocabulary.update((word, xxhash.xxh3_64_intdigest(word) or 1) for word in text)
+            self.vocabulary.update((word, xxhash.xxh3_64_intdigest(word.encode()) or 1) for word in text)
             hashes = self._hashes(text)
             parts.append((hashes, np.full(len(hashes), number), np.arange(len(hashes))))
         hashes, text, at = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -87,7 +87,7 @@ class TaskWriter:
                 for row in valid:
                     if "id" in row:  # rows of retrieval sets have none
                         content = json.dumps([row[name] for name in row if name != "id"])
-                        contents.add(xxhash.xxh3_64_intdigest(content))
+                        contents.add(xxhash.xxh3_64_intdigest(content.encode()))
                 answered = answered or any(row["answers"]["text"] for row in valid if "answers" in row)
                 writer.write_table(pa.Table.from_pylist(valid, SCHEMAS[schema]))
                 count += len(valid)
