@@ -118,7 +118,8 @@ def _loss_and_gradient_to_compile(logits: Tensor, targets: Tensor, softcap: floa
 
     The compiled function reads the logits two or three times, writes them once, and needs no temporaries.
     """
-    capped = _softcapped(logits, softcap)
+    # Not in place: torch 2.11's compiler lets `gather` read logits that are overwritten already (its loss is 2% off).
+    capped = logits.float() if softcap is None else (logits.float() / softcap).tanh() * softcap
     normalizer = capped.logsumexp(1, keepdim=True)
     loss = (normalizer - capped.gather(1, targets)).sum()
     is_target = torch.arange(logits.shape[1], device=logits.device)[None] == targets
