@@ -147,7 +147,9 @@ def test_collectives_of_sharded_layers() -> None:
     parallel.set_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
     following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
     assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
-    groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]  # pyright: ignore
+    states = [vars(layer._get_fsdp_state()) for layer in layers]  # pyright: ignore
+    # In torch 2.11 a state has one group, under another name.
+    groups = [group for state in states for group in state.get("_fsdp_param_groups") or [state["_fsdp_param_group"]]]
     assert len(groups) == 3 and all(group.force_sum_reduction_for_comms for group in groups)
 
 
