@@ -98,6 +98,9 @@ class FakeGPU(TorchDispatchMode):
                 return _number(args[0])
             if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return args[0]  # DDP copies back the values that rank 0, this rank, has just sent
+        if func is _aten.addmm.dtype_out:
+            # torch 2.11 neither runs it on fake tensors nor counts its FLOPs.
+            func, args = _aten.addmm.out, (args[0], *(matrix.to(args[3]) for matrix in args[1:3]))
         if func is _aten.nonzero.default:
             count = round(self.share * args[0].numel())
             self.nonzero += count
@@ -236,6 +239,8 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
     yield mock.patch.dict(handlers, {torch.ops.prim.device.default: lambda args: _device(args[0])})
     yield mock.patch.object(FakeTensorMode, "dispatch", on_cuda)
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", True)
+    # In torch 2.11 it creates a real tensor on an available GPU.
+    yield mock.patch.object(fake_tensor, "init_gpu_context", return_value=None)
     for kind in (FakeTensor, FunctionalTensor, DTensor):
         if kind is not FakeTensor:
             yield mock.patch.object(kind, "device", property(_seen_by_python), create=True)
