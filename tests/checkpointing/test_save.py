@@ -144,7 +144,7 @@ import time
 from helpers import tiny
 from datetime import timedelta
 from composer.core import Callback
-from torch.distributed import set_timeout
+from torch.distributed import group
 from biphasic.checkpointing.upload import Uploader
 upload = Uploader._upload
 def slow(self, part):
@@ -154,7 +154,7 @@ Uploader._upload = slow
 class Impatient(Callback):
     def batch_end(self, state, logger):
         if int(state.timestamp.batch) == 12:
-            set_timeout(timedelta(seconds=4))
+            group.WORLD.set_timeout(timedelta(seconds=4))
 tiny.add_callback(Impatient())
 """
     path = write_yaml("waiting")

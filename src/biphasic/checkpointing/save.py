@@ -291,7 +291,12 @@ class Saver(Callback):
             old.unlink()
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._group)
-        return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+        shards, index = list(folder.glob(f"__{rank}_*.distcp")), folder / ".metadata"
+        if rank > 0:
+            return shards
+        with index.open("rb") as file:
+            os.fsync(file.fileno())  # torch 2.11 does so before Python has written all of its buffer
+        return [*shards, index]
 
 
 def _cause(error: BaseException) -> BaseException:
