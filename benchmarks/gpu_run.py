@@ -31,6 +31,17 @@ ROOT = Path(__file__).parents[1]
 WORK = Path("runs/gpu_run")
 RESULTS = ROOT / "benchmarks" / "results"
 LOSS = "loss/train/total"
+_GROUP = """
+import os, signal, subprocess, sys, threading
+
+def end_with_benchmark():
+    os.read(0, 1)  # returns when the other end of the pipe is closed
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_benchmark, daemon=True).start()
+sys.exit(subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL))
+"""
+"""Runs a command in this process's group, and kills the group when the benchmark ends, however it ends."""
 
 
 def prepare() -> None:
@@ -78,17 +89,20 @@ def command(name: str, batches: int, overrides: list[str]) -> list[str]:
 def train(name: str, batches: int, overrides: list[str], kill_at: int | None = None) -> float:
     """Start the run and wait for its end, or kill all of its processes once batch `kill_at` is logged.
 
+    They are also killed when this process ends, even by SIGKILL: otherwise they would keep the GPUs.
+
     Returns:
         Seconds.
     """
     start, metrics = time.monotonic(), WORK / "runs" / name / "metrics.jsonl"
-    process = subprocess.Popen(command(name, batches, overrides), start_new_session=True)
-    while process.poll() is None:
-        if kill_at is not None and len(losses(metrics)) >= kill_at:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return time.monotonic() - start
-        time.sleep(0.2)
+    grouped = [sys.executable, "-c", _GROUP, *command(name, batches, overrides)]
+    with subprocess.Popen(grouped, stdin=subprocess.PIPE, start_new_session=True) as process:
+        while process.poll() is None:
+            if kill_at is not None and len(losses(metrics)) >= kill_at:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return time.monotonic() - start
+            time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"{name}: ended with status {process.returncode}")
     return time.monotonic() - start
