@@ -13,12 +13,12 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test coverage test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu bench-gpu-run docs lock clean
 
-# $(1) explains in one line, $(2) is where the details are.
+# $(1) explains in one line, $(2) is where the details are, $(3) is the command.
 define stop
-{ echo "make env: $(1)$(if $(2), ($$(grep -m 1 -i ^error $(2) || tail -n 1 $(2)); all of it: $(2)))" >&2; exit 2; }
+{ echo "make $(or $(3),env): $(1)$(if $(2), ($$(grep -m 1 -i ^error $(2) || tail -n 1 $(2)); all of it: $(2)))" >&2; exit 2; }
 endef
 VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 
@@ -63,6 +63,33 @@ coverage: env
 # Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
 test-all: env
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+# The tests that call torch, transformers and Composer most, and a run that is killed around the switch, with the oldest torch
+# and transformers that pyproject.toml allows and otherwise the lock's versions, in an environment of its own: half an hour on two
+# cores. Not in CI: run it before a release, and when these bounds, or what is called privately (docs/versions.md), change.
+OLDEST := .venv-oldest
+# Of the torch that is the bound; pyproject.toml has no bound for it.
+OLDEST_TORCHVISION := 0.26.0
+OLDEST_TESTS := tests/model tests/objectives tests/training tests/data tests/checkpointing tests/faults/test_kills.py
+
+test-oldest: $(OLDEST)/.ready
+	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m "not slow" $(OLDEST_TESTS)
+
+$(OLDEST)/.ready: requirements.lock requirements.in pyproject.toml Makefile | env
+	@$(BIN)/uv venv --quiet --clear --python 3.12 $(OLDEST) || $(call stop,there is no Python 3.12 that uv finds,,test-oldest)
+	@sed -nE 's/^    "(torch|transformers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml | sort -u >$(OLDEST)/oldest.txt
+	@echo "torchvision==$(OLDEST_TORCHVISION)" >>$(OLDEST)/oldest.txt
+	@echo "environment: installing $$(paste -sd ' ' $(OLDEST)/oldest.txt) and what fits them into $(OLDEST)"
+	@# The compiler of requirements prefers what its output lists already.
+	@cp requirements.lock $(OLDEST)/oldest.lock
+	@$(BIN)/uv pip compile --quiet --python-version 3.12 --no-header --no-annotate --override $(OLDEST)/oldest.txt \
+		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file $(OLDEST)/oldest.lock \
+		>$(OLDEST)/install.log 2>&1 || $(call stop,can't resolve the oldest versions,$(OLDEST)/install.log,test-oldest)
+	@$(BIN)/uv pip sync --quiet --compile-bytecode --python $(OLDEST)/bin/python $(OLDEST)/oldest.lock \
+		>$(OLDEST)/install.log 2>&1 || $(call stop,can't install the oldest versions,$(OLDEST)/install.log,test-oldest)
+	@$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps --no-build-isolation --editable . \
+		>$(OLDEST)/install.log 2>&1 || $(call stop,can't install biphasic itself,$(OLDEST)/install.log,test-oldest)
+	@touch $(OLDEST)/.ready
 
 # Azure's emulator, a package of npm: its tests are skipped without it. Needs Node.js.
 azurite: env
@@ -175,4 +202,4 @@ lock: env
 		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST)
