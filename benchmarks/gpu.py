@@ -59,8 +59,6 @@ class Variant:
     """Compile the layers and the loss."""
     mode: str = "default"
     """The layers' mode of torch.compile."""
-    fused: bool = False
-    """`compute.fused_projections`."""
     residual: str = "fp32"
     """`compute.residual`."""
     attention: str = "auto"
@@ -82,9 +80,7 @@ class Variant:
 
 
 VARIANTS = {
-    "fused": Variant(fused=True),
     "residual": Variant(residual="bf16"),
-    "both": Variant(fused=True, residual="bf16"),
     "flex": Variant(attention="flex"),
     "chunks-4": Variant(loss_chunks=4.0),
     "chunks-0.25": Variant(loss_chunks=0.25),
@@ -161,8 +157,6 @@ class Trained:
         if self.attention == "varlen":
             self.kernels = select_kernels(self.model.config, kernels or "auto")
         self.model.compiled_loss = variant.compile
-        if variant.fused:
-            layers.fuse_projections(self.model.backbone)
         if variant.compile:
             layers.compile_layers(self.model.backbone, variant.mode)
         if variant.residual == "bf16":

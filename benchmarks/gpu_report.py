@@ -142,8 +142,7 @@ class Report:
 def _layers(variant: dict[str, Any]) -> str:
     """What a variant changes about the layers and the loss."""
     words = ["compiled" if variant["compile"] else "eager"]
-    words += [variant["mode"]] * (variant["mode"] != "default") + ["fused projections"] * variant["fused"]
-    words += ["bf16 residual"] * (variant["residual"] == "bf16")
+    words += [variant["mode"]] * (variant["mode"] != "default") + ["bf16 residual"] * (variant["residual"] == "bf16")
     if variant["loss_chunks"] != 1:
         words.append(f"chunks of the loss {variant['loss_chunks']:g}")
     return ", ".join(words)

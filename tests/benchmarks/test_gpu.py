@@ -54,7 +54,7 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     assert set(results["mfu"]["210m"]) == {"clm", "mlm"}
     ran = [(one["phase"], one["ways"]) for one in results["measured"]]
     # The others' attention needs a GPU.
-    names = ["fused", "residual", "both", "chunks-4", "chunks-0.25", "sdpa", "whole", "padded", "eager", "autotune"]
+    names = ["residual", "chunks-4", "chunks-0.25", "sdpa", "whole", "padded", "eager", "autotune"]
     variants = [gpu.Variant(), *(gpu.VARIANTS[name] for name in names)]
     assert ran == [(phase, asdict(variant)) for variant in variants for phase in ("clm", "mlm")]
     for one in results["measured"]:
@@ -64,8 +64,8 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     assert set(results["profiles"]) == {"210m clm", "210m mlm"}
     text = (tmp_path / "gpu-some-gpu-9000.md").read_text()
     assert "| 210m | mlm | compiled | sdpa | documents | 4 |" in text
-    assert text.count("\n| 210m ") == 22
-    assert "| 210m | clm | compiled, fused projections, bf16 residual | sdpa |" in text
+    assert text.count("\n| 210m ") == 18
+    assert "| 210m | clm | compiled, bf16 residual | sdpa |" in text
     assert "| 210m | clm | compiled, max-autotune-no-cudagraphs | sdpa |" in text
     assert "| 210m | clm | compiled, chunks of the loss 0.25 | sdpa |" in text
 

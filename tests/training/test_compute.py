@@ -16,7 +16,7 @@ from composer.loggers import Logger
 
 from biphasic.config.architecture import PRESETS
 from biphasic.config.data import StreamRecord
-from biphasic.config.pretrain import ComputeConfig
+from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch, peak_bytes
@@ -63,6 +63,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             {"activation_checkpointing": [0]},
             False,
             "layers and loss not compiled (1 of 12 layers recomputed), attention sdpa",
+        ),
+        (
+            {"compile": MAX_AUTOTUNE, "residual": "bf16", "activation_checkpointing": "all"},
+            False,
+            f"layers and loss compiled ({MAX_AUTOTUNE}, bf16 residual, 12 of 12 layers recomputed), attention sdpa",
         ),
     ],
 )

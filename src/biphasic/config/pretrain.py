@@ -115,9 +115,6 @@ class ComputeConfig(Section):
     compile: bool | Literal["auto", "max-autotune-no-cudagraphs"] = "auto"
     """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs. `max-autotune-no-cudagraphs`:
     yes, and time several kernels for each matrix product at the start of the run, which takes minutes."""
-    fused_projections: bool = False
-    """Compute queries, keys and values by one matrix product, and the MLP's gate and up projections by another one. The
-    weights stay separate, in checkpoints too."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum over layers (the residual stream) with `precision: amp_bf16`. `bf16` takes less memory and
     time, and rounds the sum at every layer (docs/throughput.md)."""
@@ -307,6 +304,9 @@ class PretrainConfig(RunConfig):
         if self.compute.attention not in ("auto", "varlen") and self.compute.varlen_kernels != "auto":
             message = f"has no effect with compute.attention: {self.compute.attention}"
             yield ["compute.varlen_kernels", "compute.attention"], message
+        if self.compute.deterministic and self.compute.compile == MAX_AUTOTUNE:
+            message = "expected compute.compile: auto or true, since kernels chosen by their time differ between runs"
+            yield ["compute.deterministic", "compute.compile"], message
         if self.compute.residual == "bf16" and self.precision != "amp_bf16":
             message = f"expected precision: amp_bf16 with compute.residual: bf16; got {self.precision}"
             yield ["compute.residual", "precision"], message

@@ -1,4 +1,4 @@
-"""Change how a backbone's layers are computed: compiled, recomputed in the backward pass, with fused matrix products.
+"""Change how a backbone's layers are computed: compiled, with a sum in bf16, recomputed in the backward pass.
 
 Nothing here changes parameter names or, apart from rounding, results.
 """
@@ -6,11 +6,10 @@ Nothing here changes parameter names or, apart from rounding, results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import config as compiler
 from torch.utils.checkpoint import checkpoint
@@ -34,59 +33,6 @@ def compile_layers(backbone: Any, mode: str = "default") -> None:
     final_norm = [getattr(backbone, name) for name in names if hasattr(backbone, name)]
     for module in (*backbone.layers, *final_norm):
         module.forward = torch.compile(module.forward, dynamic=False, mode=mode)
-
-
-FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers that have the same input, in most families of transformers."""
-
-
-class _FusedLinear(nn.Linear):
-    """One of several linear layers with the same input, whose outputs are computed by one matrix product.
-
-    The first of them that gets an input computes the outputs of all. Weights and their gradients stay separate. The state
-    is in modules and not in another object, since layers with different objects wouldn't share a compilation.
-    """
-
-    layers: Sequence[nn.Linear]
-    """All of them, in the order of their weights in the product."""
-    pending: tuple[Tensor, Tensor] | None
-    """Input and output, until the output is returned."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this layer's output."""
-        if self.pending is None or self.pending[0] is not input:
-            device = input.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-            # Cast one by one, so that a compiled layer writes each weight into its place in one pass.
-            weight = torch.cat([layer.weight.to(dtype) for layer in self.layers])
-            bias = None if self.bias is None else torch.cat([layer.bias.to(dtype) for layer in self.layers])
-            outputs = F.linear(input, weight, bias).split([layer.out_features for layer in self.layers], dim=-1)
-            for layer, output in zip(self.layers, outputs, strict=True):
-                layer.pending = input, output
-        assert self.pending is not None
-        output, self.pending = self.pending[1], None
-        return output
-
-
-def fuse_projections(backbone: Any) -> int:
-    """Compute each layer's queries, keys and values by one matrix product, and the MLP's gate and up projections by one.
-
-    Returns the number of fused products; 0 for families whose layers have other names.
-    """
-    count = 0
-    for module in list(backbone.layers.modules()):
-        for names in FUSED_PROJECTIONS:
-            layers = [getattr(module, name, None) for name in names]
-            if (
-                any(type(layer) is not nn.Linear for layer in layers)
-                or len({layer.bias is None for layer in layers}) > 1
-            ):
-                continue
-            for layer in layers:
-                layer.__class__ = _FusedLinear
-                layer.layers, layer.pending = layers, None
-            count += 1
-    return count
 
 
 def _rounded_forward(forward: Callable[..., Any], hidden: Tensor, *inputs: Any, **named: Any) -> Any:

@@ -61,11 +61,6 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
         )
     backbone: Any = model.backbone
     backbone.attention_backend = backend
-    if config.fused_projections and not decoder_layers.fuse_projections(backbone):
-        raise UserError(
-            "compute.fused_projections: this model's layers have no projections to fuse (expected layers named "
-            f"{', '.join('+'.join(names) for names in decoder_layers.FUSED_PROJECTIONS)}): leave it out"
-        )
     model.compiled_loss = gpu if config.compile == "auto" else config.compile is not False
     if model.compiled_loss:
         if gpu:
@@ -77,8 +72,7 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     decoder_layers.recompute_layers(backbone, config.recomputed(count))
     recomputed = decoder_layers.recomputed_layers(backbone)
     compiled = "compiled" if model.compiled_loss else "not compiled"
-    details = [MAX_AUTOTUNE] * (config.compile == MAX_AUTOTUNE) + ["fused projections"] * config.fused_projections
-    details += ["bf16 residual"] * (config.residual == "bf16")
+    details = [MAX_AUTOTUNE] * (config.compile == MAX_AUTOTUNE) + ["bf16 residual"] * (config.residual == "bf16")
     details += [f"{recomputed} of {count} layers recomputed"] * bool(recomputed)
     shown = f" ({', '.join(details)})" if details else ""
     return f"layers and loss {compiled}{shown}, attention {backend}{kernels}"
