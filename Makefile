@@ -76,7 +76,10 @@ test-oldest: $(OLDEST)/.ready
 	PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m "not slow" $(OLDEST_TESTS)
 
 $(OLDEST)/.ready: requirements.lock requirements.in pyproject.toml Makefile | env
-	@$(BIN)/uv venv --quiet --clear --python 3.12 $(OLDEST) || $(call stop,there is no Python 3.12 that uv finds,,test-oldest)
+	@# The base of .venv if that is Python 3.12, which need not be on the PATH.
+	@case $$($(BIN)/python $(VERSION)) in 3.12) python=$(BIN)/python ;; *) python=3.12 ;; esac; \
+		$(BIN)/uv venv --quiet --clear --python $$python $(OLDEST) || \
+		$(call stop,uv finds no Python 3.12: install it or put it on the PATH,,test-oldest)
 	@sed -nE 's/^    "(torch|transformers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml | sort -u >$(OLDEST)/oldest.txt
 	@echo "torchvision==$(OLDEST_TORCHVISION)" >>$(OLDEST)/oldest.txt
 	@echo "environment: installing $$(paste -sd ' ' $(OLDEST)/oldest.txt) and what fits them into $(OLDEST)"
