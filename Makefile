@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu bench-gpu-run docs lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu test-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are, $(3) is the command.
 define stop
@@ -181,13 +181,21 @@ bench-retrieval: env
 bench-mining: env
 	$(BIN)/python benchmarks/mining.py
 
-# Up to 10 minutes on one GPU, tests/gpu included. Not `env`: it needs this folder, PyTorch 2.11 and transformers 5.17 or newer.
+# What runs on a GPU machine doesn't need `env`: it takes the environment's Python if there is one, else PYTHON.
+GPU_PYTHON = PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+
+# Up to 10 minutes on one GPU. Needs this folder, PyTorch 2.11 and transformers 5.17 or newer. Its options are in the file:
+# make bench-gpu ARGS='--sizes 1b --rows 12 --variants flex'
 bench-gpu:
-	PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+# The tests that need a GPU: 5 minutes. Those whose packages aren't installed are skipped. Needs pytest.
+test-gpu:
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu
 
 # A real run through the switch on this machine's GPUs, killed once and resumed. Needs Composer.
 bench-gpu-run:
-	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu_run.py
+	$(GPU_PYTHON) benchmarks/gpu_run.py $(ARGS)
 
 # The documentation as a site in site/: open site/index.html. SERVE=1 shows it on 127.0.0.1:8000 and follows changes.
 docs: export NO_MKDOCS_2_WARNING := 1
