@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,10 @@ def test_the_machine_is_named() -> None:
     assert record["versions"]["torch"] and record["host"]
     cpus = re.findall(r"(?<=: ).+", "\n".join(re.findall(r"model name.*", Path("/proc/cpuinfo").read_text())))
     assert record["hardware"] in {*cpus, f"CPU ({provenance.platform.machine()})"}
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the package of a checkout on PYTHONPATH."""
+    monkeypatch.setattr(provenance, "_PACKAGES", ("biphasic-of-a-checkout", "torch"))
+    versions = provenance.provenance.__wrapped__()["versions"]
+    assert versions == {"biphasic-of-a-checkout": None, "torch": version("torch")}

@@ -96,10 +96,12 @@ def test_base_model_and_license(record: dict[str, Any], tmp_path: Path, monkeypa
 
 def test_the_record_as_tables(record: dict[str, Any]) -> None:
     record["command"] = "main.py a|b --to https://me:secret@host/x"
+    record["versions"]["biphasic"] = None  # on the path, but not installed
     card = pretrained_card(record)
     assert "secret" not in card
     for line in (
         "| Hardware | 8 x NVIDIA H100, 1.50 hours |",
+        "| Software | torch 2.7.0 |",
         f"| Data revision | HuggingFaceFW/fineweb-edu {record['data']['source']['revision']} |",
         "| Data | HuggingFaceFW/fineweb-edu, sample-100BT: 100 tokens, 4 rows |",
         "| 0 | clm | 6 | 1,536 |  |",

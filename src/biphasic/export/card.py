@@ -148,7 +148,7 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     rows = {
         "Steps": f"{record['batches']:,}{_of_rows(shapes[0]) if len(set(shapes)) == 1 else ''}",
         "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
-        "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
+        "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items() if version),
         "Command": f"`{record['command']}`",
     }
     if "merged" in record:
