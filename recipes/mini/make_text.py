@@ -32,16 +32,16 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from biphasic.limits import available_cores
 from biphasic.storage import open_store, parquet_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from gather import HELD_OUT, SHORTEST, normalised, parse, python_files, read_source
+from gather import HELD_OUT, MOST_PROCESSES, SHORTEST, normalised, parse, python_files, read_source
 
 _SHORTEST_PIECE = 60
 """In characters: shorter docstrings and comments are mostly labels."""
 _MOST_CHARACTERS = 10_000_000
 """Of one package. Only generated clients of web services have more, which say the same of each service."""
-_PROCESSES = 2
 
 
 class Source(NamedTuple):
@@ -109,7 +109,7 @@ def make_text(folder: Path) -> dict[str, object]:
     """Write the files, and return the content of `gathered.json`."""
     files = source_files()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_PROCESSES, mp_context=context) as pool:
+    with ProcessPoolExecutor(min(available_cores(), MOST_PROCESSES), mp_context=context) as pool:
         read = list(tqdm(pool.map(pieces, files, chunksize=32), total=len(files), desc="sources", unit="file"))
     # Held-out packages first, so that what they share with others is held out.
     order = sorted(range(len(files)), key=lambda at: files[at].package not in HELD_OUT)

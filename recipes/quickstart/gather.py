@@ -36,6 +36,7 @@ from typing import Any
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
 from biphasic.downstream.writer import TASK_RECORD
+from biphasic.limits import available_cores
 from biphasic.storage import json_bytes, open_store, parquet_bytes
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
@@ -77,7 +78,8 @@ SKIPPED = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "d
 SHORTEST = 200
 """In characters: shorter docstrings are mostly labels."""
 _PAIR_WORDS, _PAIR_CHARACTERS = 4, 100
-_PROCESSES = 2
+MOST_PROCESSES = 8
+"""More gain little: each takes a second to start, and one process compares what they read."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,11 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 def read_all(files: list[tuple[Path, str, str]]) -> Iterator[Docstring]:
-    """The docstrings of all files, in the files' order, read by two processes."""
+    """The docstrings of all files, in the files' order, read by a process for each core, at most `MOST_PROCESSES`."""
     from tqdm import tqdm
 
     context = multiprocessing.get_context("spawn")  # a fork copies whatever threads the caller holds
-    with ProcessPoolExecutor(_PROCESSES, mp_context=context) as pool:
+    with ProcessPoolExecutor(min(available_cores(), MOST_PROCESSES), mp_context=context) as pool:
         results = pool.map(docstrings, files, chunksize=32)
         for result in tqdm(results, total=len(files), desc="docstrings", unit="file"):
             yield from result

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -99,11 +100,22 @@ def test_held_out_packages_are_not_trained_on(gather: ModuleType, text: Path) ->
     assert order.index("train") > max(at for at, split in enumerate(order) if split != "train")
 
 
-def test_gathering_again_gives_the_same_files(gather: ModuleType, text: Path, tmp_path: Path) -> None:
+def test_gathering_again_gives_the_same_files(gather: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of cores."""
     files = [file for file in gather.source_files() if file[2].startswith("joblib")]
     assert len(files) > 20
-    first, second = ([document.id for document in gather.read_all(files)] for _ in range(2))
-    assert first == second
+    pool, processes, ids = gather.ProcessPoolExecutor, list[int](), list[list[str]]()
+
+    def counted(count: int, **keywords: Any) -> Any:
+        processes.append(count)
+        return pool(min(count, 2), **keywords)
+
+    monkeypatch.setattr(gather, "ProcessPoolExecutor", counted)
+    for cores in (1, 2, 96):
+        monkeypatch.setattr(gather, "available_cores", lambda cores=cores: cores)
+        ids.append([document.id for document in gather.read_all(files)])
+    assert processes == [1, 2, gather.MOST_PROCESSES]
+    assert ids[0] == ids[1] == ids[2]
     assert (
         json.loads((text / "gathered.json").read_text())["rows"]["documents"]
         == pq.read_table(text / "documents.parquet").num_rows
