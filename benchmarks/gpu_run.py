@@ -5,7 +5,7 @@
 Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed into rows of 2,048 tokens),
 in bf16 on all GPUs of the machine: once without interruption, and once killed in the last third and started again. All
 figures come from the runs' own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data is in `runs/gpu_run/`,
-the tables in `--results`. On a CPU: `precision=fp32` and small values of the model's keys.
+the tables in `--results`, written after the first run and at the end. On a CPU: `precision=fp32` and small values of the model's keys.
 """
 
 from __future__ import annotations
@@ -137,10 +137,21 @@ def markdown(record: dict[str, Any]) -> str:
         step = [f"{complete[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
         speed = f"{complete[f'throughput/{phase}/tokens_per_second']:,.0f}"
         lines.append(f"| {' | '.join([phase, speed, *cells, *step])} |")
-    identical = f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
-    lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; largest difference "
-              f"{record['largest_difference']:.3g}."]  # fmt: skip
+    if "killed_at" in record:
+        identical = (
+            f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
+        )
+        lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; largest difference "
+                  f"{record['largest_difference']:.3g}."]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def write(record: dict[str, Any], folder: Path) -> None:
+    """Write and print the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
+    print(markdown(record), flush=True)
 
 
 def main() -> None:
@@ -150,33 +161,35 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200, help="of each run; the switch is in the middle")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    results = options.results.resolve()
     os.chdir(ROOT)
-    print(f"gpu_run: two runs of {options.batches} batches in {WORK}/, then {options.results}/gpu-run.md", flush=True)
+    print(f"gpu_run: two runs of {options.batches} batches in {WORK}/, then {results}/gpu-run.md", flush=True)
     prepare()
     for name in ("whole", "killed"):
         shutil.rmtree(WORK / "runs" / name, ignore_errors=True)
     seconds = [train("whole", options.batches, options.overrides)]
-    kill_at = options.batches * 5 // 6
-    seconds.append(train("killed", options.batches, options.overrides, kill_at))
-    seconds.append(train("killed", options.batches, options.overrides))
-    complete, killed = (losses(WORK / "runs" / name / "metrics.jsonl") for name in ("whole", "killed"))
-    differences = [abs(complete[batch] - killed[batch]) for batch in complete]
+    complete = losses(WORK / "runs" / "whole" / "metrics.jsonl")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU"
     record = {
         "command": " ".join(["python benchmarks/gpu_run.py", f"--batches {options.batches}", *options.overrides]),
         "machine": {"device": device, "torch": torch.__version__, "date": datetime.now(UTC).date().isoformat()},
         "seconds": seconds,
+        "losses": list(complete.values()),
+        "whole": figures(WORK / "runs" / "whole" / "metrics.jsonl"),
+    }
+    write(record, results)  # a machine may be at hand for minutes only
+    kill_at = options.batches * 5 // 6
+    seconds.append(train("killed", options.batches, options.overrides, kill_at))
+    seconds.append(train("killed", options.batches, options.overrides))
+    killed = losses(WORK / "runs" / "killed" / "metrics.jsonl")
+    differences = [abs(complete[batch] - killed[batch]) for batch in complete]
+    record |= {
         "killed_at": kill_at,
         "compared": len(differences),
         "identical": differences.count(0.0),
         "largest_difference": max(differences),
-        "losses": list(complete.values()),
-        "whole": figures(WORK / "runs" / "whole" / "metrics.jsonl"),
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (options.results / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
-    print(markdown(record))
+    write(record, results)
 
 
 if __name__ == "__main__":
