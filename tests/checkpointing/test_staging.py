@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from biphasic.checkpointing.save import StagingBuffer
+from biphasic.errors import UserError
 
 
 def state_of(device: str) -> dict[str, Any]:
@@ -83,18 +84,18 @@ def test_an_optimizer_state_that_appears_later_gets_memory_of_its_own() -> None:
 def test_large_tensors_of_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, CUDA's functions are replaced: they record which memory is pinned, and when it is given back."""
     pinned: set[int] = set()
+    result = 0
 
     class Cudart:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
             pinned.add(address)
-            return 0
+            return result
 
         def cudaHostUnregister(self, address: int) -> int:
             pinned.remove(address)
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.UntypedStorage, "is_cuda", True)
     content, buffer = state_of("cpu"), StagingBuffer()
     content["state"]["model"]["large"] = torch.ones(1 << 18)
@@ -103,3 +104,8 @@ def test_large_tensors_of_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.
     del buffer, copied
     gc.collect()
     assert not pinned
+    result = 2  # cudaErrorMemoryAllocation
+    with pytest.raises(
+        UserError, match=r"checkpoint: 1\.05 MB of host memory .* can't be pinned .* error 2\): free host memory"
+    ):
+        StagingBuffer().copy(content)

@@ -103,7 +103,13 @@ class StagingBuffer:
         buffer = torch.empty(size, dtype=torch.uint8)
         if pinned and size >= _SMALLEST_PINNED:
             cuda: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)))
+            error = int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0))
+            if error:
+                raise UserError(
+                    f"checkpoint: {format_bytes(size)} of host memory for the copy of the training state can't be pinned "
+                    f"(cudaHostRegister: error {error}): free host memory, or set parallelism.strategy: fsdp, which copies "
+                    "without it"
+                )
             weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
         self._buffers.setdefault(size, []).append(buffer)
         return buffer
