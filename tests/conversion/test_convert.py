@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,22 @@ def test_documents_without_text_are_counted(config_for: Make, tmp_path: Path) ->
     record = convert(config)
     assert record["documents"] == {"read": 11, "filtered": 0, "skipped": {"without text": 1}, "repeated": 0}
     assert sorted(texts_in(rows_in(tmp_path / "out" / "train"), config)) == sorted(r["text"] for r in records[1:])
+
+
+def test_bpe_dropout_changes_no_file_and_is_recorded(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(sentences(100))
+    plain = convert(config)
+    tokenizer = tmp_path / "random"
+    shutil.copytree(config.tokenizer, tokenizer)
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.3
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    record = convert(config_for(sentences(100), output=str(tmp_path / "again"), tokenizer=str(tokenizer)))
+    assert record["splits"] == plain["splits"]
+    assert record["tokenizer"] == {**plain["tokenizer"], "dropout": 0.3}
+    assert f"tokenizer {tokenizer}: its BPE dropout of 0.3 is turned off" in capsys.readouterr().out
 
 
 def test_a_finished_conversion_is_left_as_it_is(

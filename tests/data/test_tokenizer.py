@@ -58,6 +58,24 @@ def test_a_saved_copy_is_the_same_tokenizer_and_transformers_agrees(tokenizer_fo
     assert (auto.pad_token, auto.bos_token, auto.eos_token, auto.mask_token) == tuple(SPECIAL.values())
 
 
+def test_bpe_dropout_is_turned_off(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Also in saved copies, and in those that add special tokens."""
+    plain = load_tokenizer(str(tokenizer_folder))
+    random = tmp_path / "random"
+    shutil.copytree(tokenizer_folder, random)
+    content = json.loads((random / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (random / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(random))
+    tokenizer.save(tmp_path / "copy")
+    copies = [tokenizer, tokenizer.adding_special_tokens((1,), ()), load_tokenizer(str(tmp_path / "copy"))]
+    texts = ["the ships of the harbour"] * 20
+    assert all(copy.encode(texts) == plain.encode(texts) for copy in copies)
+    assert tokenizer.encode_with_offsets(texts) == plain.encode_with_offsets(texts)
+    assert [copy.dropout for copy in (plain, *copies)] == [None, 0.5, 0.5, None]
+    assert {copy.sha256 for copy in (plain, *copies)} == {plain.sha256}
+
+
 def test_another_tokenizer_has_another_sha256(tokenizer_folder: Path, tmp_path: Path) -> None:
     other = load_tokenizer(str(write_tokenizer(tmp_path / "other", words=290)))
     assert other.sha256 != load_tokenizer(str(tokenizer_folder)).sha256

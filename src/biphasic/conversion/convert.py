@@ -7,7 +7,7 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
     config              the complete configuration
     source              commit (of a hub dataset), files (path, bytes, version), left_out (messages on damaged files),
                         unread (files of another kind in the source's folders, by suffix)
-    tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id
+    tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id, dropout (BPE's, which is turned off)
     sequence_length, dtype, hash
     validation_end      documents whose number (`document_number` of the id) is below it are for validation
     splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, shards (their number), index_sha256
@@ -84,6 +84,10 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
         with lock_output(context, units, sources.commit) as output:
             if sources.unread:
                 output.log.add(line := f"not read: {describe_unread(sources.unread)}")
+                print(line)
+            if tokenizer.dropout is not None:
+                line = f"tokenizer {config.tokenizer}: its BPE dropout of {tokenizer.dropout:g} is turned off"
+                output.log.add(line)
                 print(line)
             if config.validation_fraction:
                 print(f"validation: {draw.description}")

@@ -273,6 +273,7 @@ def publish(
         "tokenizer": {
             **tokenizer_record(tokenizer),
             "vocab_size": tokenizer.vocab_size,
+            "dropout": tokenizer.dropout,
         },
         "sequence_length": config.sequence_length,
         "dtype": token_dtype(tokenizer.vocab_size),

@@ -40,6 +40,7 @@ class Tokenizer:
     `vocab_size` is the largest id plus one, the number of rows of an embedding. `sha256` is a hash of `tokenizer.json`
     without the post-processor and without formatting, padding and truncation, which libraries change when they save a
     copy. `special_ids` includes special tokens without a role. `settings` is the content of `tokenizer_config.json`.
+    `dropout` is the probability of BPE dropout in `tokenizer.json`, which is turned off here; None without.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -52,6 +53,7 @@ class Tokenizer:
     special_ids: tuple[int, ...]
     sha256: str
     settings: dict[str, Any]
+    dropout: float | None = None
 
     @property
     def role_ids(self) -> dict[str, int | None]:
@@ -208,6 +210,11 @@ def _read(folder: Path, source: str) -> Tokenizer:
     # Texts are encoded completely, and rows are padded after packing, whatever the saved settings say.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # With dropout, the same text has other tokens each time.
+    dropout: float | None = getattr(tokenizer.model, "dropout", None) or None
+    if dropout is not None:
+        dropout = round(dropout, 6)  # the library keeps it in fp32
+        tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
     settings = _json(folder / "tokenizer_config.json", source)
     named = {**_json(folder / "special_tokens_map.json", source), **settings}
     ids: dict[str, int | None] = {}
@@ -239,6 +246,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
         special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad, mask) if id is not None})),
         sha256=sha256,
         settings=settings,
+        dropout=dropout,
     )
 
 
