@@ -57,8 +57,17 @@ def fp32_attention_with_a_break(query, key, value, *rest):
 
 def bf16_moments(model, *given):
     made = build(model, *given)
-    made.register_step_post_hook(lambda made, *_: [
-        state.update(exp_avg=state["exp_avg"].bfloat16()) for state in made.state.values()])
+    def cast(dtype):
+        for state in made.state.values():
+            state["exp_avg"] = state["exp_avg"].to(dtype)
+    def cast_after_backward(made, given, named):
+        def closure():
+            loss = named["closure"]()
+            cast(torch.float32)  # torch 2.11's fused step refuses others
+            return loss
+        return given, {"closure": closure}
+    made.register_step_pre_hook(cast_after_backward)
+    made.register_step_post_hook(lambda *_: cast(torch.bfloat16))
     return made
 
 attend = attention.BACKEND_FUNCTIONS

@@ -2,7 +2,7 @@
 
 Tensors on `cuda` are PyTorch's fake tensors: they have shapes, dtypes and a device, but no data. Tensors on the CPU are
 real. The process group is PyTorch's fake one, whose collectives do nothing. PyTorch has no public interface for all of
-this, so `fake_gpu` replaces private parts. It is tested with the versions in requirements.lock.
+this, so `fake_gpu` replaces private parts. It is tested with torch 2.11 and with the version in requirements.lock.
 """
 
 from __future__ import annotations
@@ -293,6 +293,7 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
     yield mock.patch.object(dist, "all_gather_object", lambda obj: [obj] * ranks)
     yield mock.patch.object(dist, "broadcast_object_list", return_value=None)
     yield mock.patch.object(DeviceGPU, "dist_backend", "fake")
+    yield mock.patch.object(torch_dist.ProcessGroup, "set_timeout", return_value=None)  # torch 2.11's fake one refuses
     yield mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=None)
     wrap = dist_strategy.prepare_ddp_module
     yield mock.patch.object(composer_trainer, "prepare_ddp_module", lambda *given: _without_all_reduce(wrap(*given)))
