@@ -5,7 +5,8 @@
 Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed into rows of 2,048 tokens),
 in bf16 on all GPUs of the machine: once without interruption, and once killed in the last third and started again. All
 figures come from the runs' own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data is in `runs/gpu_run/`,
-the tables in `--results`, written after the first run and at the end. On a CPU: `precision=fp32` and small values of the model's keys.
+the tables in `--results`, written after the first run and at the end. On a CPU: `precision=fp32` and small values of the
+model's keys.
 """
 
 from __future__ import annotations

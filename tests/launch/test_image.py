@@ -106,7 +106,7 @@ def test_results_are_neither_removed_nor_copied_into_the_image() -> None:
     cleaned = subprocess.run(
         ["make", "--no-print-directory", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert cleaned.split() == ["rm", "-rf", ".venv"]
+    assert cleaned.split() == ["rm", "-rf", ".venv", ".venv-oldest"]
     written = re.findall(r"^/(\w+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     assert {"runs", "encoders"} <= set(written) <= set((ROOT / ".dockerignore").read_text().split())
 
