@@ -12,11 +12,14 @@ import zstandard
 
 from biphasic.conversion import reading
 from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
+from biphasic.conversion.sources import find_files, inspect_files
 from biphasic.errors import UserError
 from helpers.source_files import (
     OPTIONS,
+    options,
     read,
     skipped,
+    source,
     texts,
     write,
 )
@@ -142,6 +145,62 @@ def test_filters(tmp_path: Path, ending: str) -> None:
         kept({"column": "language", "min": 3})
     with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
         kept({"column": "dump", "any_of": ["x"]})
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize(
+    ("column", "condition", "held", "written"),
+    [
+        ("language", {"any_of": [False, "sv"]}, "text", r"true and false \(false\)"),  # [no, sv] in YAML
+        ("language", {"none_of": [750]}, "text", r"numbers \(750\)"),  # [12:30]
+        ("year", {"none_of": ["2013"]}, "numbers", r'text \("2013"\)'),
+        ("year", {"any_of": [True]}, "numbers", r"true and false \(true\)"),
+    ],
+)
+def test_a_filter_s_values_are_of_the_column_s_type(
+    column: str, condition: dict[str, Any], held: str, written: str, ending: str, tmp_path: Path
+) -> None:
+    """Files are inspected before the conversion begins. In CSV all columns are text, and numbers where they are compared."""
+    file = write(tmp_path / f"a.{ending}", [{"id": "1", "text": "a", "language": "no", "year": 2013}])
+    if ending == "csv" and held == "numbers" and "text" in written:
+        assert texts(read(file, filters=[{"column": column, **condition}])) == []
+        return
+    message = rf"filters: column '{column}' holds {held}.*, and (any|none)_of has {written}: .* only in quotes"
+    with pytest.raises(UserError, match=message):
+        inspect_files(
+            find_files(source(file)).files, options(id_column="id", filters=[{"column": column, **condition}])
+        )
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_filters_of_lists_compare_their_elements(ending: str, tmp_path: Path) -> None:
+    languages = {"a": ["fr", "en"], "b": ["de"], "c": [], "d": None, "e": ["fr", None]}
+    records = [{"id": name, "text": name, "languages": value} for name, value in languages.items()]
+    file = write(tmp_path / f"a.{ending}", records)
+    kept = {
+        key: texts(read(file, filters=[{"column": "languages", key: ["fr", "sv"]}])) for key in ("any_of", "none_of")
+    }
+    assert kept == {"any_of": ["a", "e"], "none_of": ["b", "c"]}
+    with pytest.raises(UserError, match=r"column 'languages' holds text.*, and any_of has numbers \(1\)"):
+        read(file, filters=[{"column": "languages", "any_of": [1]}])
+
+
+def test_a_parquet_file_whose_texts_are_all_null_has_no_documents(tmp_path: Path) -> None:
+    """Its column has the type null. A filter on such a column keeps nothing."""
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": ["1"], "text": pa.nulls(1), "language": pa.nulls(1)}), file)
+    (entry,) = read(file)
+    assert isinstance(entry, Skipped) and entry.kind == "without text"
+    assert texts(read(file, filters=[{"column": "language", "any_of": ["en"]}])) == []
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["1"]), pa.array(["a"]), pa.array(["b"])], ["id", "text", "text"]), file
+    )
+    with pytest.raises(UserError, match=r"a\.parquet: has several columns 'text': rename them, or remove all but one"):
+        read(file)
 
 
 def test_csv_s_true_and_false(tmp_path: Path) -> None:

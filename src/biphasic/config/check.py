@@ -128,7 +128,11 @@ def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: d
     if texts:
         return "; or ".join(dict.fromkeys(texts))
     expected = " or ".join(dict.fromkeys(map(_expected, alternatives)))
-    return f"expected {expected}{_got(value)}"
+    takes_text = any(detail["type"] == "string_type" for detail in alternatives)
+    quotes = (
+        "; text that YAML reads as something else needs quotes" if takes_text and isinstance(value, int | float) else ""
+    )
+    return f"expected {expected}{_got(value)}{quotes}"
 
 
 def _got(value: object) -> str:

@@ -61,9 +61,10 @@ class FilterConfig(Section):
     max: float | None = None
     """Largest value to keep."""
     any_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
-    """Keep only these values."""
+    """Keep only these values; of a list, documents with at least one of them. Text that YAML reads as something else needs
+    quotes: `any_of: ["no", sv]`."""
     none_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
-    """Leave these values out."""
+    """Leave these values out; of a list, documents with any of them."""
 
 
 class SegmentsConfig(Section):

@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
@@ -119,13 +120,37 @@ def kind_of(path: str) -> str:
 
 
 def _passes(value: Any, condition: FilterConfig) -> bool:
-    low, high = condition.min, condition.max
+    """Return whether a document with this value is kept. Of a list, `any_of` and `none_of` compare each element."""
+    if value is None:
+        return False
+    low, high, any_of, none_of = condition.min, condition.max, condition.any_of, condition.none_of or []
     try:
-        in_range = value is not None and (low is None or value >= low) and (high is None or value <= high)
+        in_range = (low is None or value >= low) and (high is None or value <= high)
     except TypeError:
         raise UserError(f"filters: column {condition.column!r} holds {value!r}; min and max need numbers") from None
-    allowed = condition.any_of is None or value in condition.any_of
-    return in_range and allowed and value not in (condition.none_of or [])
+    values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+    for each in values:
+        require_comparable(condition, _type_name(each), f", such as {each!r}")
+    return in_range and (any_of is None or any(v in any_of for v in values)) and not any(v in none_of for v in values)
+
+
+def require_comparable(condition: FilterConfig, column_type: str, example: str = "") -> None:
+    """Raise a UserError if a filter compares a column of a type (`_type_name`) with values of another type."""
+    for name in ("any_of", "none_of"):
+        for value in getattr(condition, name) or []:
+            if (written := _type_name(value)) != column_type:
+                raise UserError(
+                    f"filters: column {condition.column!r} holds {column_type}{example}, and {name} has {written} "
+                    f"({json.dumps(value)}): YAML reads words such as no, on, 2013 and 12:30 as text only in quotes"
+                )
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true and false"
+    if isinstance(value, int | float | Decimal):
+        return "numbers"
+    return "text" if isinstance(value, str | bytes) else f"values of type {type(value).__name__}"
 
 
 def missing_column(where: str, column: str, existing: Sequence[str], path: str, config: ConvertConfig) -> UserError:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from biphasic.conversion.reading import (
     missing_column,
     read_error,
     read_start,
+    require_comparable,
 )
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
@@ -234,6 +235,20 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
         return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))
 
 
+def _type_name(kind: Any) -> str:
+    """Return what a column of a type of Arrow, or the lists in it, hold, as the filters' messages say it."""
+    import pyarrow as pa
+
+    while pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    if pa.types.is_boolean(kind):
+        return "true and false"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return "text" if is_text else f"values of type {kind}"
+
+
 def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -260,9 +275,14 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
     for column in columns(config):
         if column not in schema.names:
             raise missing_column(file.path, column, schema.names, file.path, config)
+        if schema.names.count(column) > 1:
+            raise UserError(f"{source}: has several columns {column!r}: rename them, or remove all but one")
+    for condition in config.filters:
+        if not pa.types.is_null(kind := schema.field(condition.column).type):
+            require_comparable(condition, _type_name(kind))
     kind = schema.field(config.text_column).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    # Where all values of a file are null, writers give the column this type. Its rows are skipped, since they have no text.
+    if not pa.types.is_null(kind) and (pa.types.is_list(kind) or _type_name(kind) != "text"):
         raise UserError(f"{source}: column {config.text_column!r} holds {kind}, not text; set text_column")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]

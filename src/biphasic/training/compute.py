@@ -65,7 +65,7 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     if model.compiled_loss:
         if gpu:
             require_compiler()
-        decoder_layers.compile_layers(backbone, config.compile if config.compile == MAX_AUTOTUNE else "default")
+        decoder_layers.compile_layers(backbone, MAX_AUTOTUNE if config.compile == MAX_AUTOTUNE else "default")
     if config.residual == "bf16":
         decoder_layers.round_residual(backbone)
     count = len(backbone.layers)
