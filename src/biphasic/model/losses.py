@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.version import hip
 
 IGNORE = -100
 """Target of positions that are not predicted."""
@@ -60,7 +61,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[start : start + chunk] = grad @ cast
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.T, part)
-            elif grad.is_cuda:
+            elif grad.is_cuda and hip is None:
                 # cuBLAS adds to the fp32 sum, which saves rounding each chunk to bf16 and another pass over the gradient.
                 torch.addmm(grad_weight, grad.T, part, out_dtype=grad_weight.dtype, out=grad_weight)
             else:
