@@ -314,14 +314,13 @@ def measure_size(report: Report, name: str, peak: float | None, device: str = "c
         trained = None
         with report.attempt(f"{name} {variant}") as attempt, variant.settings():
             trained = Trained(size, variant, device)
-            if rows is None:
-                rows = trained.fit("clm", STEP_ROWS) if device == "cuda" else STEP_ROWS
-            rows = even_microbatch(STEP_ROWS, rows)
+            fitting = rows or (trained.fit("clm", STEP_ROWS) if device == "cuda" else STEP_ROWS)
+            microbatch = even_microbatch(STEP_ROWS, fitting)
             for phase in PHASES:
-                report.add(name, phase, variant, measure(trained, phase, rows, peak))
+                report.add(name, phase, variant, measure(trained, phase, microbatch, peak))
             for phase in PHASES:
                 if report.time_left():
-                    report.profiled(name, phase, profile(trained, phase, rows))
+                    report.profiled(name, phase, profile(trained, phase, microbatch))
         del trained
         free()
         if attempt.worked:
