@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import zstandard
 
 from biphasic.conversion import reading
-from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
+from biphasic.conversion.reading import Document, Skipped, read_documents
+from biphasic.conversion.source_files import DamagedFileError, SourceFile
 from biphasic.conversion.sources import find_files, inspect_files
 from biphasic.errors import UserError
 from helpers.source_files import (
     OPTIONS,
+    documents,
+    lines,
     options,
     read,
     skipped,
@@ -23,7 +27,7 @@ from helpers.source_files import (
     texts,
     write,
 )
-from helpers.texts import sentences
+from helpers.texts import sentences, write_parquet
 
 RECORDS = sentences(250)
 
@@ -110,7 +114,8 @@ def test_the_rest_of_a_text_that_is_too_long_is_not_kept(tmp_path: Path, monkeyp
     reason = "its text has more than 50 characters"
     [whole] = read(tmp_path / "a.txt")
     assert isinstance(whole, Skipped)
-    assert (whole.kind, whole.reason) == ("too long", f"{reason}; set source.text_files: line or paragraph")
+    advice = "set source.separator, or source.text_files: line or paragraph"
+    assert (whole.kind, whole.reason) == ("too long", f"{reason}; {advice}")
     entries = read(tmp_path / "a.txt", text_files="paragraph")
     assert texts(entries) == ["one", "ü" * 50]
     assert skipped(entries) == [(f"a.txt, line {line}: {reason}", "too long") for line in (3, 5, 15)]
@@ -338,3 +343,101 @@ def test_ids_that_are_nan_or_zero(tmp_path: Path, ending: str) -> None:
     records = [{"id": number, "text": str(number)} for number in (float("nan"), 0.0)]
     [nan, zero] = [entry for entry in read(write(tmp_path / f"a.{ending}", records)) if isinstance(entry, Document)]
     assert (len(nan.id), zero.id) == (32, "0.0")
+
+
+PRETTY = json.dumps(RECORDS, indent=2)
+SPREAD = {
+    "array on one line": json.dumps(RECORDS),
+    "array of lines": "[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]\n\n",
+    "indented array": f"\ufeff{PRETTY}\n",
+    "indented objects": "\n".join(json.dumps(record, indent=2) for record in RECORDS),
+}
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "JSON", "ndjson", "json.gz", "jsonl.zst"])
+@pytest.mark.parametrize("layout", SPREAD)
+def test_json_over_several_lines(layout: str, ending: str, tmp_path: Path) -> None:
+    """Several times the size that is read at once, too."""
+    for repeats in (1, 3):
+        text = SPREAD[layout] if repeats == 1 else json.dumps([{**RECORDS[0], "text": "é" * 2**20}] * repeats)
+        content = text.encode()
+        packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], bytes)(content)
+        (tmp_path / f"a.{ending}").write_bytes(packed)
+        expected = documents(RECORDS) if repeats == 1 else [Document(RECORDS[0]["id"], "é" * 2**20)] * repeats
+        assert read(tmp_path / f"a.{ending}") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"id": "1", "text": "one"}', r"is damaged after object 1 \(the array does not end\)"),
+        ('[{"id": "1", "text": "one"}, {"id": "2", "te', r"is damaged after object 1 \(the array does not end\)"),
+        ('[{"id": "1", "text": "one"}]\n{"id"', r"is damaged after object 1 \(there is more after the array\)"),
+        ('{\n"id": "1", "text": "one"}\nno', r"is damaged after object 1 \(Expecting value"),
+        (
+            '[\n{"id": "1", "text": "one"},\n{"id": "2", "text": "\udce9"}]',
+            r"is damaged after object \d \('utf-8' codec",
+        ),
+    ],
+)
+def test_json_over_several_lines_that_is_damaged(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    [source_file] = find_files(source(file)).files
+    with pytest.raises(DamagedFileError, match=f"^source {file}: {message}"):
+        list(read_documents(source_file, OPTIONS))
+
+
+def test_an_array_of_something_else_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('["one", "two"]')
+    with pytest.raises(
+        UserError, match=rf"^source {file}: is a JSON array of text; expected objects such as \{{\"text\""
+    ):
+        read(file)
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "---"])
+@pytest.mark.parametrize("ending", ["txt", "TXT", "md.gz", "jsonl", "parquet"])
+def test_a_separator_divides_texts(separator: str, ending: str, tmp_path: Path) -> None:
+    text = f"One.\n\nStill one.\n{separator}\n\nTwo.{separator}Three.\n{separator}\n{separator}\n"
+    file = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        write_parquet(file, [{"id": "x", "text": text}, {"id": "y", "text": "Four."}])
+    elif ending == "jsonl":
+        file.write_bytes(lines([{"id": "x", "text": text}, {"id": "y", "text": "Four."}]))
+    else:
+        file.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    config = options(source={"kind": "files", "paths": ["x"], "separator": separator})
+    entries = list(read_documents(find_files(source(file)).files[0], config))
+    expected = ["One.\n\nStill one.", "Two.", "Three."]
+    is_plain = ending not in ("jsonl", "parquet")
+    assert texts(entries) == (expected if is_plain else [*expected, "Four."])
+    if not is_plain:
+        assert [entry.id for entry in entries if isinstance(entry, Document)] == ["x-0", "x-1", "x-2", "y"]
+
+
+def test_a_text_of_separators_only_has_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines([{"id": "x", "text": "--\n--"}, {"id": "y", "text": "--one"}]))
+    config = options(source={"kind": "files", "paths": ["x"], "separator": "--"})
+    entries = list(read_documents(find_files(source(file)).files[0], config))
+    assert [type(entry) for entry in entries] == [Skipped, Document]
+    assert entries[1] == Document("y", "one")
+
+
+def test_windows_of_zstd_above_128_mib(tmp_path: Path) -> None:
+    """As the Reddit dumps have, of two frames. Cut short, it is damaged."""
+    content = lines(RECORDS)
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    frames = []
+    for _ in range(2):
+        frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        frames.append(frame.compress(content) + frame.flush())
+    file = tmp_path / "RC_2010-01.jsonl.zst"
+    file.write_bytes(b"".join(frames))
+    assert zstandard.get_frame_parameters(frames[0]).window_size == 2**31
+    assert read(file) == documents([*RECORDS, *RECORDS])
+    file.write_bytes(b"".join(frames)[:-1])
+    with pytest.raises(DamagedFileError, match=r"is damaged after line \d+ \(the compressed data ends early\)"):
+        list(read_documents(find_files(source(file)).files[0], OPTIONS))

@@ -18,8 +18,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, Response
 from huggingface_hub.hf_api import RepoFile
 
 from biphasic.config.convert import FilesSource, HubSource
-from biphasic.conversion import reading, sources
-from biphasic.conversion.reading import DamagedFileError, Document, Skipped, read_documents
+from biphasic.conversion import reading, source_files, sources
+from biphasic.conversion.reading import Document, Skipped, read_documents
+from biphasic.conversion.source_files import DamagedFileError
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import Unavailable, UserError
 from helpers.source_files import (
@@ -36,7 +37,23 @@ from helpers.texts import sentences, write_parquet
 RECORDS = sentences(250)
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "csv", "csv.gz"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "parquet",
+        "jsonl",
+        "jsonl.gz",
+        "jsonl.zst",
+        "csv",
+        "csv.gz",
+        "json",
+        "json.gz",
+        "json.zst",
+        "ndjson",
+        "JSONL",
+        "Csv",
+    ],
+)
 def test_every_kind_of_file(tmp_path: Path, ending: str) -> None:
     assert read(write(tmp_path / f"a.{ending}", RECORDS)) == documents(RECORDS)
 
@@ -56,6 +73,22 @@ def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> No
     assert read(tmp_path) == expected
     assert read(tmp_path / "**" / "*.parquet", tmp_path / "a.jsonl", tmp_path) == expected
     assert read(f"{tmp_path}/*.parquet") == expected[1:2]
+
+
+def test_a_path_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "my data [2024]" / "part"
+    folder.mkdir(parents=True)
+    write(folder / "a.jsonl", RECORDS[:1])
+    write(folder / "b*.jsonl", RECORDS[1:2])
+    write(tmp_path / "text[1].jsonl", RECORDS[2:3])
+    write(tmp_path / "text1.jsonl", RECORDS[3:4])
+    for path in (folder.parent, folder, f"{folder}/", folder.parent / "*" / "*.jsonl", folder.parent / "**" / "*"):
+        assert read(path) == documents(RECORDS[:2])
+    assert read(folder / "b*.jsonl") == documents(RECORDS[1:2])
+    assert read(tmp_path / "text[1].jsonl") == documents(RECORDS[2:3])
+    assert read(tmp_path / "text[0-9].jsonl") == documents(RECORDS[3:4])
+    with pytest.raises(UserError, match="there is no such file"):
+        read(folder.parent / "c.jsonl")
 
 
 def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +294,7 @@ def test_a_file_that_can_t_be_reached_is_not_damaged(
         return pa.PythonFile(Unreadable(file.read_bytes()), "r")
 
     system = SimpleNamespace(open_input_file=opened, open_input_stream=opened)
-    for module in (reading, sources):
+    for module in (reading, source_files, sources):
         monkeypatch.setattr(module, "filesystem", lambda path: (system, path))
     message = (
         rf"^source {file}: can't be read \(.*\); what is finished is kept; run the same command again when it can be"

@@ -22,7 +22,7 @@ from biphasic.conversion.convert import convert, inspect_sources
 from biphasic.conversion.output import count_repeated
 from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.pool import UnitWorker
-from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.verify import verify
 from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_work_units

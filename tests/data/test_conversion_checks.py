@@ -15,6 +15,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.conversion_checks import RowChecks, check_rows
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import ConfigError
+from helpers.decoders import saved_decoder
 from helpers.texts import write_tokenizer
 from helpers.tiny import ROOT
 
@@ -134,3 +135,26 @@ def test_the_command_prints_them_and_fails(data: Path) -> None:
     run = subprocess.run([*command, "data.sequence_length=256"], capture_output=True, text=True)
     assert run.returncode == 2 and not run.stderr
     assert "\n  PROBLEM        data.sequence_length is 256, but data.train" in run.stdout
+
+
+def test_rows_without_the_bos_of_a_decoder_s_tokenizer_are_warned_of(data: Path, tmp_path: Path) -> None:
+    decoder = tmp_path / "decoder"
+    saved_decoder("llama", decoder)
+    shutil.copytree(data / "tokenizer", decoder, dirs_exist_ok=True)
+    loaded = [
+        f"model.{key}=null" for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
+    ]
+    loaded.append(f"model.init_from={decoder}")
+    assert checks_of(data, *loaded).warnings == []
+    settings = json.loads((decoder / "tokenizer_config.json").read_text())
+    (decoder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    [warning] = checks_of(data, *loaded).warnings
+    assert warning.startswith(
+        f"model.init_from {decoder}: its tokenizer puts <|bos|> (BOS) before each text, and the rows"
+    )
+    record = json.loads((data / "conversion.json").read_text())
+    try:
+        (data / "conversion.json").write_text(json.dumps({**record, "config": {"add_bos": True}}))
+        assert checks_of(data, *loaded).warnings == []
+    finally:
+        (data / "conversion.json").write_text(json.dumps(record))

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from helpers.hub_server import Repository, serve_hub
 from helpers.texts import SPECIAL, write_tokenizer
 
 
@@ -138,3 +141,22 @@ def test_unusable_folders_are_refused(tmp_path: Path) -> None:
 def test_a_name_that_is_not_on_the_hub_is_refused() -> None:
     with pytest.raises(UserError, match="tokenizer biphasic/none: no such folder here, and from the hub: "):
         load_tokenizer("biphasic/none")
+
+
+def test_a_hub_id_and_a_folder_are_read_by_the_same_rule(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """tokenizer.json as it is, though AutoTokenizer would add a space before each text."""
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "repository"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    code = """
+from transformers import AutoTokenizer
+from biphasic.data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer("we/tokenizer")
+print(tokenizer.sha256, tokenizer.encode(["rows"])[0] == AutoTokenizer.from_pretrained("we/tokenizer").encode("rows"))
+"""
+    repository = Repository({"c0ffee": folder}, {"main": "c0ffee"})
+    with serve_hub({"we/tokenizer": repository}, tmp_path / "home") as environment:
+        environment.pop("HF_HUB_OFFLINE", None)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [load_tokenizer(str(folder)).sha256, "False"]

@@ -49,7 +49,7 @@ class _Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
         words = [unquote(part) for part in parts.path.strip("/").split("/")]
-        if words[:2] == ["api", "datasets"]:
+        if words[0] == "api" and words[1:2] in (["datasets"], ["models"]):
             name, what, rest = "/".join(words[2:4]), words[4:5], words[5:]
             revision = rest[0] if rest else "main"
             folder = self._folder(name, revision)

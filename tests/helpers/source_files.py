@@ -62,7 +62,7 @@ def csv_lines(records: Records) -> bytes:
 def write(path: Path, records: Records) -> Path:
     if path.suffix == ".parquet":
         return write_parquet(path, records)
-    content = csv_lines(records) if ".csv" in path.name else lines(records)
+    content = csv_lines(records) if ".csv" in path.name.lower() else lines(records)
     if path.suffix == ".gz":
         content = gzip.compress(content)
     elif path.suffix == ".zst":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,26 @@ def test_a_checkpoint_s_tokenizer_is_the_one_of_its_run(write_yaml: Write, tmp_p
 def test_it_needs_a_model_to_start_from(write_yaml: Write) -> None:
     with pytest.raises(ConfigError, match=r"model\.new_vocabulary: has no effect without model\.init_from"):
         load(write_yaml(), ["model.new_vocabulary=overlap"])
+
+
+@pytest.mark.parametrize("change", ["normalizer", "pre_tokenizer", "merges"])
+def test_the_same_tokens_from_other_texts_are_another_tokenizer(change: str, tmp_path: Path) -> None:
+    old, _, config = make(tmp_path, "byte-level", "byte-level")
+    content = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    if change == "normalizer":
+        content["normalizer"] = {"type": "Lowercase"}
+    elif change == "pre_tokenizer":
+        content["pre_tokenizer"]["add_prefix_space"] = True
+    else:
+        content["model"]["merges"] = content["model"]["merges"][::-1]
+    folder = tmp_path / "changed"
+    shutil.copytree(tmp_path / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    new = load_tokenizer(str(folder))
+    assert new.tokenizer.get_vocab() == old.tokenizer.get_vocab()
+    without = config.model_copy(update={"new_vocabulary": None})
+    with pytest.raises(
+        UserError, match=r"is not that of model\.init_from, .* \(of '.*' it makes \[.*, and the model's \["
+    ):
+        build_language_model(without, 32, 0, new)
+    build_language_model(config, 32, 0, new)

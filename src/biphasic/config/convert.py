@@ -22,16 +22,21 @@ from biphasic.config.base import (
     whole,
 )
 
+Separator = Annotated[str, matching(r"[^\r\n]+", "text without line ends")]
+
 
 class FilesSource(Section):
-    """Parquet, JSONL, CSV, TSV or plain text (`.txt`, `.md`, `.markdown`, `.rst`) files. All but Parquet may be compressed
-    (`.gz`, `.zst`). CSV and TSV files begin with a line of column names."""
+    """Parquet, JSON (`.jsonl`, `.ndjson`, `.json`), CSV, TSV or plain text (`.txt`, `.md`, `.markdown`, `.rst`) files. All
+    but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV files begin with a line of column names."""
 
     kind: Literal["files"]
     paths: Annotated[list[Address], Field(min_length=1)]
-    """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order."""
+    """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order. A
+    path that exists is no pattern."""
     text_files: Literal["file", "line", "paragraph"] = "file"
     """The unit of a plain text file that becomes a document: the file, each line, or each paragraph between empty lines."""
+    separator: Separator | None = None
+    """What separates documents within a text, such as `<|endoftext|>`; it belongs to none of them. Null: nothing."""
 
 
 class HubSource(Section):
@@ -46,6 +51,8 @@ class HubSource(Section):
     """Split of the dataset."""
     revision: str | None = None
     """Commit or tag. Default: the newest commit when the conversion starts, which is recorded."""
+    separator: Separator | None = None
+    """What separates documents within a text, such as `<|endoftext|>`; it belongs to none of them. Null: nothing."""
 
 
 Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
@@ -151,6 +158,8 @@ class ConvertConfig(JobConfig):
                 yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
         if segments.kind != "stream" and not self.is_default("seed"):
             yield ["seed", "segments.kind"], f"has no effect with kind: {segments.kind}"
+        if self.source.separator and isinstance(self.source, FilesSource) and self.source.text_files != "file":
+            yield ["source.text_files", "source.separator"], "two ways to divide a text: expected only one"
         for index, condition in enumerate(self.filters):
             if all(getattr(condition, name) is None for name in ("min", "max", "any_of", "none_of")):
                 yield [f"filters.{index}"], "keeps everything; expected one of min, max, any_of, none_of"

@@ -12,6 +12,8 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
     validation_end      documents whose number (`document_number` of the id) is below it are for validation
     splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, shards (their number), index_sha256
     documents           read, filtered, skipped (by kind), repeated (documents with an earlier document's id)
+    checks              special_names (names of special tokens in the text, which are plain text there); unknown (text that
+                        the tokenizer doesn't know, from a sample), unknown_tokens and tokens
     units               names of the work units, in the order of the index
     text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
 """
@@ -21,7 +23,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.output import (
@@ -34,6 +40,7 @@ from biphasic.conversion.output import (
     write_error_message,
 )
 from biphasic.conversion.pool import Job, Progress, UnitResult, open_pool
+from biphasic.conversion.reading import Document, Skipped, read_up_to_damage
 from biphasic.conversion.sources import (
     FileLayout,
     Sources,
@@ -43,6 +50,8 @@ from biphasic.conversion.sources import (
     hub_commit,
     inspect_files,
 )
+from biphasic.conversion.text_checks import tokenizer_remarks
+from biphasic.conversion.tokenizer_check import require_same_encoding
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
@@ -50,6 +59,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import user_errors
 
+_SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
 _ADVICE = "restore the file and run the same command again, or set on_bad_file: skip"
 
 
@@ -79,14 +89,14 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
     draw = draw_validation(config, layouts)
+    require_same_encoding(tokenizer, _sample_texts(config, layouts))
     context = ConversionContext.of(config, tokenizer, draw.end)
     try:
         with lock_output(context, units, sources.commit) as output:
             if sources.unread:
-                output.log.add(line := f"not read: {describe_unread(sources.unread)}")
+                output.log.add(line := f"not read: {describe_unread(sources.unread, sources.unread_names)}")
                 print(line)
-            if tokenizer.dropout is not None:
-                line = f"tokenizer {config.tokenizer}: its BPE dropout of {tokenizer.dropout:g} is turned off"
+            for line in tokenizer_remarks(config, tokenizer):
                 output.log.add(line)
                 print(line)
             if config.validation_fraction:
@@ -95,6 +105,24 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
             return publish(output, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
+
+
+def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[list[Document | Skipped]]:
+    """Yield the first entries of up to eight evenly spaced places: row groups of Parquet files, the beginnings of others."""
+    places = [
+        replace(layout.file, row_groups=None if group is None else (group, group + 1))
+        for layout in layouts
+        for group in (range(len(layout.rows)) if layout.rows else [None])
+        if layout.fault is None
+    ]
+    for position in np.unique(np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)):
+        yield list(islice(read_up_to_damage(places[position], config, []), _SAMPLE_DOCUMENTS))
+
+
+def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[str]:
+    """Yield the texts of `sample_documents`. Damaged files are reported later."""
+    for entries in sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts):
+        yield from (entry.text for entry in entries if isinstance(entry, Document))
 
 
 def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:

@@ -22,8 +22,9 @@ from filelock import FileLock, Timeout
 
 from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.packing import token_dtype
-from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
+from biphasic.conversion.text_checks import merge_checks
 from biphasic.conversion.work_units import (
     FREE_KEYS,
     ConversionContext,
@@ -286,6 +287,7 @@ def publish(
             "skipped": dict(sorted(skipped.items())),
             "repeated": repeated,
         },
+        "checks": merge_checks(record["checks"] for _, record in records),
         "units": units,
         "text_bytes": sum(record["text_bytes"] for _, record in records),
         "cpu_seconds": round(sum(record["cpu_seconds"] for _, record in records), 2),

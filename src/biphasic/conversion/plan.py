@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import glob
 import time
-from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,21 @@ import numpy as np
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
-from biphasic.conversion.convert import inspect_sources
+from biphasic.conversion.convert import inspect_sources, sample_documents
 from biphasic.conversion.packing import token_dtype
-from biphasic.conversion.reading import FILTERED, Document, SourceFile, read_up_to_damage
-from biphasic.conversion.sources import FileLayout, describe_unread
+from biphasic.conversion.reading import FILTERED, Document
+from biphasic.conversion.sources import describe_unread
+from biphasic.conversion.text_checks import TextChecks, text_warnings, tokenizer_remarks
+from biphasic.conversion.tokenizer_check import require_same_encoding
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.limits import available_cores
-from biphasic.storage import is_remote
+from biphasic.storage import glob_pattern, is_remote
 from biphasic.storage.hub import UNREACHABLE, is_made_by_jobs, why_missing
 
-_SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
 _SCRATCH_SHARDS = 9
 """Maximum number of shards on a worker's disk: the one being written, and those waiting for their upload."""
 
@@ -65,7 +65,7 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
     }
     plan = JobPlan(config.output, config.job, lines)
     for path in source.paths if isinstance(source, FilesSource) else ():
-        if not is_remote(path) and not glob.glob(path, recursive=True):
+        if not is_remote(path) and not glob.glob(glob_pattern(path), recursive=True):
             messages = plan.missing if is_made_by_jobs(path) else plan.problems
             messages.append(f"source.paths {path}: there is no such file or folder")
     sources_exist = not plan.missing and not plan.problems
@@ -91,7 +91,7 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     sources, layouts = inspect_sources(config)
     units = plan_work_units(layouts, config.unit_bytes)
     readable = [layout for layout in layouts if layout.fault is None]
-    samples = [list(islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS)) for file in _places(readable)]
+    samples = list(sample_documents(config, layouts))
     skipped = [entry for entries in samples for entry in entries if not isinstance(entry, Document)]
     sampled_texts = [[entry.text for entry in entries if isinstance(entry, Document)] for entries in samples]
     bad = [entry for entry in skipped if entry.kind != FILTERED]
@@ -107,12 +107,13 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     tokenizer = None if plan.missing or plan.problems else load_tokenizer(config.tokenizer)
     if config.validation_fraction:
         plan.lines["validation"] = draw_validation(config, layouts).description
-    plan.lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
+    plan.lines |= {"not read": describe_unread(sources.unread, sources.unread_names)} if sources.unread else {}
     plan.lines |= {"left out": "; ".join(damaged)} if damaged else {}
     if tokenizer is None:
         return
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
     texts = [text for part in sampled_texts for text in part]
+    require_same_encoding(tokenizer, texts)
     encode_texts(tokenizer, texts[:10])
     start = time.process_time()
     encoded = [encode_texts(tokenizer, part) for part in sampled_texts]
@@ -120,6 +121,11 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     ids = sum(len(document) for part in encoded for document in part)
     sampled_tokens = ids + boundary * len(texts)
+    plan.lines["tokenizer"] = "\n".join([plan.lines["tokenizer"], *tokenizer_remarks(config, tokenizer)])
+    checks = TextChecks(tokenizer)
+    for text, document in zip(texts, chain.from_iterable(encoded), strict=True):
+        checks.add(text, np.array(document))
+    plan.warnings += text_warnings(checks.record())
     # Each sample is compressed separately, as shards are.
     dtype = token_dtype(tokenizer.vocab_size)
     raw = [np.array([id for document in part for id in document], dtype).tobytes() for part in encoded]
@@ -147,17 +153,6 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     }
 
 
-def _places(layouts: list[FileLayout]) -> list[SourceFile]:
-    """Return up to eight evenly spaced places to sample: row groups of Parquet files, the beginnings of others."""
-    places = [
-        replace(layout.file, row_groups=None if group is None else (group, group + 1))
-        for layout in layouts
-        for group in (range(len(layout.rows)) if layout.rows else [None])
-    ]
-    positions = np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)
-    return [places[position] for position in np.unique(positions)]
-
-
 def describe_record(output: str, record: dict[str, Any]) -> str:
     """Return the counts of a finished conversion's record as text."""
     lines = [
@@ -175,6 +170,7 @@ def describe_record(output: str, record: dict[str, Any]) -> str:
     unread = record["source"]["unread"]
     lines += [f"not read: {describe_unread(unread)}"] if unread else []
     lines += [f"left out: {message}" for message in record["source"]["left_out"]]
+    lines += [f"WARNING: {warning}" for warning in text_warnings(record["checks"])]
     tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
     stored = sum(split["bytes"] for split in record["splits"].values())
     lines.append(

@@ -1,37 +1,41 @@
-"""Read documents from Parquet (by row group, only the needed columns), and from JSONL, CSV and plain text (by line)."""
+"""Read documents from Parquet (by row group, only the needed columns), and from JSON, CSV and plain text (by line)."""
 
 from __future__ import annotations
 
 import codecs
 import csv
-import errno
 import hashlib
-import io
 import json
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, NamedTuple
 
-from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
+from biphasic.config.convert import ConvertConfig, FilesSource
+from biphasic.conversion.filters import passes, type_name
+from biphasic.conversion.source_files import (
+    JSON_KINDS,
+    READ_BYTES,
+    TEXT_KINDS,
+    DamagedFileError,
+    SourceFile,
+    kind_of,
+    open_text,
+    read_error,
+    without_byte_order_mark,
+)
 from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error, user_errors
+from biphasic.storage import filesystem, first_line, open_store, user_errors
 from biphasic.storage.hub import hub_errors
 
 _BATCH_ROWS = 1000
-_READ_BYTES = 1 << 20
 _MAX_CHARACTERS = 2**24
 _MAX_FIELD = 2**28
 """Maximum number of characters in a field of a CSV file, each of four bytes. An open quotation mark's field ends there."""
 _TEXT_BYTES, _JSON_BYTES = 4, 12
 """Maximum bytes of a character in UTF-8, and as JSON's escapes."""
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-TEXT_KINDS = ("txt", "md", "markdown", "rst")
-"""Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
-COMPRESSIONS = (".gz", ".zst")
-"""Suffixes of compressed files; Parquet compresses by itself."""
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
 class Document(NamedTuple):
@@ -49,27 +53,10 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class DamagedFileError(UserError):
-    """A file can't be read completely."""
-
-
 _NOT_AN_OBJECT = ("not UTF-8", "not JSON")
 """The kinds of lines of JSON whose columns are unknown."""
 FILTERED = "filtered"
 """The kind of an entry that a filter leaves out. This is not an error."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to read, or a part of a Parquet file if `row_groups` (start, end) is given; `end` is excluded.
-
-    `version` changes with the content. It is an ETag or the time of the last change.
-    """
-
-    path: str
-    bytes: int
-    version: str
-    row_groups: tuple[int, int] | None = None
 
 
 def columns(config: ConvertConfig) -> list[str]:
@@ -87,8 +74,12 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
         UserError: a column is missing (text files have none), a text is not a string, or the file became unreachable.
     """
-    kind, readers = kind_of(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
-    return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
+    kind, separator = kind_of(file.path), config.source.separator
+    if kind in TEXT_KINDS:
+        return _read_text(file, config)
+    readers = {"parquet": _read_parquet, **dict.fromkeys(JSON_KINDS, _read_json)}
+    entries = readers.get(kind, _read_csv)(file, config)
+    return entries if separator is None else (part for each in entries for part in _divided(each, separator))
 
 
 def require_unchanged(file: SourceFile) -> None:
@@ -114,45 +105,6 @@ def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str
         damaged.append(str(error))
 
 
-def kind_of(path: str) -> str:
-    """Return the suffix of a file's name without a compression's: `jsonl` for `a.jsonl.gz`."""
-    return path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-
-
-def _passes(value: Any, condition: FilterConfig) -> bool:
-    """Return whether a document with this value is kept. Of a list, `any_of` and `none_of` compare each element."""
-    if value is None:
-        return False
-    low, high, any_of, none_of = condition.min, condition.max, condition.any_of, condition.none_of or []
-    try:
-        in_range = (low is None or value >= low) and (high is None or value <= high)
-    except TypeError:
-        raise UserError(f"filters: column {condition.column!r} holds {value!r}; min and max need numbers") from None
-    values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
-    for each in values:
-        require_comparable(condition, _type_name(each), f", such as {each!r}")
-    return in_range and (any_of is None or any(v in any_of for v in values)) and not any(v in none_of for v in values)
-
-
-def require_comparable(condition: FilterConfig, column_type: str, example: str = "") -> None:
-    """Raise a UserError if a filter compares a column of a type (`_type_name`) with values of another type."""
-    for name in ("any_of", "none_of"):
-        for value in getattr(condition, name) or []:
-            if (written := _type_name(value)) != column_type:
-                raise UserError(
-                    f"filters: column {condition.column!r} holds {column_type}{example}, and {name} has {written} "
-                    f"({json.dumps(value)}): YAML reads words such as no, on, 2013 and 12:30 as text only in quotes"
-                )
-
-
-def _type_name(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true and false"
-    if isinstance(value, int | float | Decimal):
-        return "numbers"
-    return "text" if isinstance(value, str | bytes) else f"values of type {type(value).__name__}"
-
-
 def missing_column(where: str, column: str, existing: Sequence[str], path: str, config: ConvertConfig) -> UserError:
     """Return the error about a column that a file lacks. It shows what the file should hold."""
     # A JSON key can contain half of a surrogate pair, which can't be printed.
@@ -170,17 +122,27 @@ def _expected(path: str, config: ConvertConfig) -> str:
     return f"a line such as {json.dumps(dict.fromkeys(columns(config), '…'), ensure_ascii=False)}"
 
 
+def _divided(entry: Document | Skipped, separator: str) -> list[Document | Skipped]:
+    """Return the documents between the separators in a text. Where they are several, a number is added to the id."""
+    if isinstance(entry, Skipped) or separator not in entry.text:
+        return [entry]
+    texts = [text for part in entry.text.split(separator) if (text := part.strip("\r\n"))]
+    if len(texts) < 2:
+        return [Document(entry.id, text) for text in texts] or [Skipped("without text", entry.id, "has no text")]
+    return [Document(f"{entry.id}-{number}", text) for number, text in enumerate(texts)]
+
+
 def read_start(file: SourceFile, config: ConvertConfig) -> None:
     """Read a file's first entry, or a text file's first line. Raises the errors of `read_documents`."""
     is_text = kind_of(file.path) in TEXT_KINDS and not config.filters
-    next(iter(_lines(file, _READ_BYTES) if is_text else read_documents(file, config)), None)
+    next(iter(_lines(file, READ_BYTES) if is_text else read_documents(file, config)), None)
 
 
 def _document(
     text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig
 ) -> Document | Skipped:
     """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
-    if not all(_passes(values.get(condition.column), condition) for condition in config.filters):
+    if not passes(values, config.filters):
         return Skipped(FILTERED, where, "")
     if isinstance(text, bytes):
         return Skipped("not UTF-8", where, "its text is not UTF-8")
@@ -217,27 +179,6 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document 
         raise read_error(file, f"is damaged after row {row}", error) from error
 
 
-def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
-    """Return the error for a file that can't be read: a DamagedFileError with the `problem` only if its content is why."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    folder, _, name = file.path.rpartition("/")
-    of_bucket = isinstance(error, HfHubHTTPError) or re.search("AWS Error|Azure Error|google::cloud", str(error))
-    try:
-        # pyarrow also raises OSErrors for errors in a file's content; these have no number.
-        if isinstance(error, OSError) and (
-            error.errno not in (None, errno.ENOENT) or of_bucket or is_unreachable(error)
-        ):
-            raise error
-        with hub_errors():
-            exists = open_store(folder or ".").stat(name) is not None
-    except OSError as cause:
-        advice = "what is finished is kept; run the same command again when it can be read"
-        return user_error(f"source {file.path}: can't be read ({first_line(cause)}); {advice}", cause)
-    problem = f"{problem} ({first_line(error)})" if exists else "is not there any more"
-    return DamagedFileError(f"source {file.path}: {problem}")
-
-
 def _column_values(column: Any) -> list[Any]:
     """Return a column's values, as bytes if they are texts that are not UTF-8."""
     import pyarrow as pa
@@ -260,41 +201,78 @@ def _decode(value: bytes) -> str | bytes:
 
 def _lines(file: SourceFile, size: int = -1) -> Iterator[bytes]:
     """Yield a file's lines; of a longer line, only the first `size` bytes."""
-    import pyarrow as pa
-
     number = 0
-    try:
-        system, name = filesystem(file.path)
-        # pyarrow detects the compression by the file name's suffix.
-        with hub_errors(), system.open_input_stream(name, compression="detect") as handle:
-            reader = io.BufferedReader(handle, _READ_BYTES)  # pyright: ignore[reportArgumentType]
-            while line := reader.readline(size):
-                number += 1
-                yield line if number > 1 else _without_byte_order_mark(line, file)
-                while len(line) == size and not line.endswith(b"\n"):
-                    line = reader.readline(size)
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise read_error(file, f"is damaged after line {number}", error) from error
+    with open_text(file, lambda: f"line {number}") as reader:
+        while line := reader.readline(size):
+            number += 1
+            yield line if number > 1 else without_byte_order_mark(line, file)
+            while len(line) == size and not line.endswith(b"\n"):
+                line = reader.readline(size)
 
 
-def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
-    """Return a file's first line without UTF-8's byte order mark. Raises a DamagedFileError if the file is UTF-16."""
-    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:2]:
-        raise DamagedFileError(f"source {file.path}: is UTF-16 or UTF-32; expected UTF-8: convert it with iconv")
-    return line.removeprefix(codecs.BOM_UTF8)
-
-
-def _read_jsonl(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     """The first object must have all columns, and text or null as its text. In a later one, a missing key is null."""
-    size, is_first = _JSON_BYTES * _MAX_CHARACTERS, True
+    size, is_first, is_start = _JSON_BYTES * _MAX_CHARACTERS, True, True
     for number, line in enumerate(_lines(file, size), start=1):
-        where = f"{file.path}, line {number}"
+        where, stripped = f"{file.path}, line {number}", line.strip()
+        if is_start and (stripped.startswith(b"[") or stripped == b"{"):
+            yield from _read_json_values(file, config)
+            return
+        is_start &= not stripped
         if len(line) == size:
             yield Skipped("too long", where, f"has more than {size:,} bytes")
-        elif line.strip():
+        elif stripped:
             entry = _json_document(line, file.path, where, config, is_first)
             is_first &= isinstance(entry, Skipped) and entry.kind in _NOT_AN_OBJECT
             yield entry
+
+
+def _read_json_values(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+    """Read an array of objects, or objects over several lines."""
+    for number, value in enumerate(_json_values(file), start=1):
+        where = f"{file.path}, object {number}"
+        if number == 1 and not isinstance(value, dict):
+            expected = f"expected objects such as {_expected(file.path, config).removeprefix('a line such as ')}"
+            raise UserError(f"source {file.path}: is a JSON array of {type_name(value)}; {expected}")
+        yield _json_object(value, file.path, where, config, number == 1)
+
+
+def _json_values(file: SourceFile) -> Iterator[Any]:
+    """Yield the values of an array, or values that follow each other, and keep only one at a time.
+
+    Raises a DamagedFileError where the rest is not JSON or not UTF-8, or the array does not end.
+    """
+    decoder, utf8, limit = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(), _JSON_BYTES * _MAX_CHARACTERS
+    count, reason = 0, ""
+    with open_text(file, lambda: f"object {count}") as stream:
+        try:
+            block = without_byte_order_mark(stream.read(READ_BYTES), file)
+            rest = utf8.decode(block).lstrip()
+            is_array = rest.startswith("[")
+            rest = rest.removeprefix("[")
+            while block and len(rest) < limit and not (is_array and rest.startswith("]")):
+                position = 0
+                while True:
+                    position = _BETWEEN_VALUES.match(rest, position).end()  # pyright: ignore[reportOptionalMemberAccess]
+                    try:
+                        value, position = decoder.raw_decode(rest, position)
+                    except (ValueError, RecursionError) as error:  # the rest may be the beginning of a value
+                        reason = first_line(error)
+                        break
+                    count += 1
+                    yield value
+                rest = rest[position:]
+                if not (is_array and rest.startswith("]")):
+                    block = stream.read(max(READ_BYTES, len(rest)))
+                    rest += utf8.decode(block, not block)
+            if is_array and rest.startswith("]"):
+                rest, reason = rest[1:] + utf8.decode(stream.read(READ_BYTES)), "there is more after the array"
+            elif is_array:
+                rest, reason = "[", "the array does not end"
+        except UnicodeDecodeError as error:
+            rest, reason = "?", first_line(error)
+    if rest.strip():
+        raise DamagedFileError(f"source {file.path}: is damaged after object {count} ({reason})")
 
 
 def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
@@ -304,6 +282,10 @@ def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is
         return Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
     except (ValueError, RecursionError) as error:
         return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, config)}")
+    return _json_object(values, path, where, config, is_first)
+
+
+def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
     if not isinstance(values, dict):
         return Skipped("not JSON", where, f"is not JSON of the form {{{config.text_column!r}: …}}")
     if is_first and (missing := [column for column in columns(config) if column not in values]):
@@ -314,7 +296,7 @@ def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is
         if is_first:
             raise UserError(f"source {where}: {problem}; set text_column")
         return Skipped("without text", where, problem)
-    if b"\\u" in line and text:
+    if text and not text.isascii():
         # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
         text = text.encode("utf-8", "replace").decode()
     return _document(text, values, where, config)
@@ -382,19 +364,37 @@ def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Document | S
     def document() -> Document | Skipped:
         where, text = f"{file.path}, line {start}", _decode(b"".join(lines).strip(b"\r\n"))
         if size > limit or len(text) > _MAX_CHARACTERS:
-            advice = "; set source.text_files: line or paragraph" if unit == "file" else ""
+            advice = "; set source.separator, or source.text_files: line or paragraph" if unit == "file" else ""
             return Skipped("too long", where, f"its text has more than {_MAX_CHARACTERS:,} characters{advice}")
         return _document(text, {}, where, config)
 
-    for number, line in enumerate(_lines(file, limit + 1), start=1):
-        blank = not line.strip() and unit != "file"
-        if size and (blank or unit == "line"):
+    for number, line, is_end in _text_parts(file, unit, config.source.separator, limit + 1):
+        start = start if size else number
+        size += len(line)
+        if size <= limit:
+            lines.append(line)
+        if size and is_end:
             yield document()
             lines, size = [], 0
-        if not blank:
-            start = start if size else number
-            size += len(line)
-            if size <= limit:
-                lines.append(line)
     if size:
         yield document()
+
+
+def _text_parts(file: SourceFile, unit: str, separator: str | None, size: int) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield lines or their parts with the line's number, and whether a document ends after them."""
+    end, is_start = (separator or "").encode(), True
+    for number, line in enumerate(_lines(file, size), start=1):
+        if not end:
+            is_blank = not line.strip() and unit != "file"
+            yield number, b"" if is_blank else line, is_blank or unit == "line"
+            continue
+        if len(line) == size:
+            raise UserError(f"source {file.path}, line {number}: has more than {size:,} bytes; expected shorter lines")
+        *ended, rest = line.split(end)
+        for part in ended:
+            yield number, part, True
+        # Between a separator and a document's first line, line ends are no text.
+        is_start = bool(ended) or is_start
+        if not (is_start and not rest.strip(b"\r\n")):
+            yield number, rest, False
+            is_start = False

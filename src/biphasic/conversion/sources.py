@@ -6,48 +6,50 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.reading import (
+from biphasic.conversion.filters import arrow_type_name, require_comparable
+from biphasic.conversion.reading import columns, missing_column, read_start
+from biphasic.conversion.source_files import (
     COMPRESSIONS,
+    KINDS,
     TEXT_KINDS,
     DamagedFileError,
     SourceFile,
-    columns,
+    is_readable,
     kind_of,
-    missing_column,
     read_error,
-    read_start,
-    require_comparable,
 )
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
-from biphasic.storage import StoredFile, filesystem, first_line, is_remote, open_store, user_errors
+from biphasic.storage import StoredFile, filesystem, first_line, glob_pattern, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
-_LINE_SUFFIXES = tuple(f".{kind}" for kind in ("jsonl", "csv", "tsv", *TEXT_KINDS))
-_SUFFIXES = (".parquet", *(suffix + packed for suffix in _LINE_SUFFIXES for packed in ("", *COMPRESSIONS)))
 _THREADS = 16
-_NAMED_SUFFIXES = 8
+_NAMED_SUFFIXES, _NAMED_FILES = 8, 3
 _PATHS_AT_ONCE = 500
 """Number of a hub dataset's paths in a request. The hub refuses more than 1,000."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """A conversion's files, sorted by path; the commit of a hub dataset; and the numbers of unread files, by suffix."""
+    """A conversion's files, sorted by path, and the commit of a hub dataset.
+
+    Of the files that are not read, `unread` has the numbers by suffix, and `unread_names` the first few names.
+    """
 
     files: list[SourceFile]
     commit: str | None = None
     unread: dict[str, int] = field(default_factory=dict)
+    unread_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,24 +70,24 @@ def find_files(source: FilesSource) -> Sources:
 
     Raises a UserError if a path, folder or pattern matches no file of a supported kind, or can't be read.
     """
-    suffixes = f".parquet, {', '.join(_LINE_SUFFIXES)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
+    suffixes = f".{', .'.join(KINDS)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
     files: dict[str, SourceFile] = {}
     unread = set[str]()
     for path in source.paths:
         with user_errors(f"source {path}: can't be read", ValueError):  # of a pattern such as `a**`
             matches = _files_at(path.rstrip("/"))
-        if list(matches) == [path.rstrip("/")] and not path.endswith(_SUFFIXES):
+        if list(matches) == [path.rstrip("/")] and not is_readable(path):
             raise UserError(f"source {path}: expected a file that ends in {suffixes}")
         usable = {
             name: SourceFile(name, file.bytes, file.version)
             for name, file in matches.items()
-            if name.endswith(_SUFFIXES) and not posixpath.basename(name).startswith(".")
+            if is_readable(name) and not posixpath.basename(name).startswith(".")
         }
         if not usable:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
             raise UserError(f"source {path}: {message}")
         for name in usable:
-            if (shown := name.encode(errors="backslashreplace").decode()) != name:
+            if (shown := _printable(name)) != name:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
         unread |= matches.keys() - usable
@@ -94,38 +96,47 @@ def find_files(source: FilesSource) -> Sources:
         name if is_remote(name) else os.path.realpath(name): file for name, file in sorted(files.items(), reverse=True)
     }
     by_path = sorted(by_place.values(), key=lambda file: file.path)
-    return Sources(by_path, unread=dict(Counter(map(_suffix, sorted(unread)))))
+    counts, names = Counter(map(_suffix, sorted(unread))), sorted(unread)[:_NAMED_FILES]
+    return Sources(by_path, None, dict(counts), tuple(map(_printable, names)))
 
 
 def _suffix(path: str) -> str:
     """Return what a file is counted by: its suffix with a compression's, `no suffix`, or `hidden`."""
     name = PurePosixPath(path)
     inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else ""
-    suffix = (inner + name.suffix).encode(errors="backslashreplace").decode()  # it may not be UTF-8
-    return "hidden" if name.name.startswith(".") else suffix or "no suffix"
+    return "hidden" if name.name.startswith(".") else _printable(inner + name.suffix) or "no suffix"
 
 
-def describe_unread(unread: Mapping[str, int]) -> str:
-    """Return the number of files that are not read and their most frequent suffixes: `8 files (5 .html, 3 .pdf)`."""
-    names = [f"{count:,} {suffix}" for suffix, count in Counter(unread).most_common()]
-    named = [*names[:_NAMED_SUFFIXES], *(["others"] if names[_NAMED_SUFFIXES:] else [])]
-    return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({', '.join(named)})"
+def _printable(name: str) -> str:
+    """Return a file's name, which may not be UTF-8, with the bytes that are not as `\\xe9`."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def describe_unread(unread: Mapping[str, int], names: Sequence[str] = ()) -> str:
+    """Return the number of files that are not read, their most frequent suffixes, and a few names, as in
+    `8 files (5 .html, 3 .pdf), such as text/a.html`."""
+    kinds = [f"{count:,} {suffix}" for suffix, count in Counter(unread).most_common()]
+    named = [*kinds[:_NAMED_SUFFIXES], *(["others"] if kinds[_NAMED_SUFFIXES:] else [])]
+    examples = f", such as {', '.join(names)}" if names else ""
+    return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({', '.join(named)}){examples}"
 
 
 def _files_at(path: str) -> dict[str, StoredFile]:
     """Return the file at a path, the files of a folder and its subfolders, or those that match a pattern, by path."""
     from fsspec.utils import glob_translate
 
-    is_pattern = any(character in path for character in "*?[")
-    folder = posixpath.dirname(re.split(r"[*?\[]", path)[0]) if is_pattern else path
+    pattern = path if is_remote(path) else glob_pattern(path)
+    is_pattern = (is_remote(path) or not os.path.exists(path)) and any(each in pattern for each in "*?[")
+    folder = posixpath.dirname(re.split(r"[*?\[]", pattern)[0]) if is_pattern else path
     if is_remote(path):
         names = open_store(folder).list()
     else:
-        names = _local_files(folder, path.removeprefix(folder).strip("/").split("/") if is_pattern else ["**", "*"])
+        names = _local_files(folder, pattern.removeprefix(folder).strip("/").split("/") if is_pattern else ["**", "*"])
     files = {posixpath.join(folder, name): file for name, file in names.items()}
     if is_pattern:
-        pattern = re.compile(glob_translate(path))
-        return {name: file for name, file in files.items() if pattern.fullmatch(name)}
+        below = {name: file for name, file in files.items() if f"{name}/".startswith(f"{path}/")}
+        matches = re.compile(glob_translate(pattern)).fullmatch
+        return below or {name: file for name, file in files.items() if matches(name)}
     parent, name = posixpath.split(path)
     if not files and not parent.endswith(":/") and (file := open_store(parent or ".").stat(name)) is not None:
         return {path: file}
@@ -184,7 +195,7 @@ def find_hub_files(source: HubSource) -> Sources:
             existing = ", ".join(str(split) for split in splits) or "none"
             raise UserError(f"source {name}: has no split {source.split!r} (it has: {existing}); set source.split")
         paths = sorted({str(path) for path in splits[source.split]})
-        if others := [path for path in paths if not path.endswith(_SUFFIXES)]:
+        if others := [path for path in paths if not is_readable(path)]:
             raise UserError(f"source {name}: holds files of a kind that can't be read here (e.g. {others[0]})")
         if commit is None:
             return find_files(FilesSource(kind="files", paths=paths))
@@ -235,20 +246,6 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
         return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))
 
 
-def _type_name(kind: Any) -> str:
-    """Return what a column of a type of Arrow, or the lists in it, hold, as the filters' messages say it."""
-    import pyarrow as pa
-
-    while pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    if pa.types.is_boolean(kind):
-        return "true and false"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return "numbers"
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return "text" if is_text else f"values of type {kind}"
-
-
 def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -256,7 +253,7 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
     source = f"source {file.path}"
     if file.bytes == 0:
         return FileLayout(file, fault=f"{source}: is empty (0 bytes)")
-    if not file.path.endswith(".parquet"):
+    if kind_of(file.path) != "parquet":
         try:
             read_start(file, config)
         except DamagedFileError as error:
@@ -279,10 +276,10 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
             raise UserError(f"{source}: has several columns {column!r}: rename them, or remove all but one")
     for condition in config.filters:
         if not pa.types.is_null(kind := schema.field(condition.column).type):
-            require_comparable(condition, _type_name(kind))
+            require_comparable(condition, arrow_type_name(kind))
     kind = schema.field(config.text_column).type
     # Where all values of a file are null, writers give the column this type. Its rows are skipped, since they have no text.
-    if not pa.types.is_null(kind) and (pa.types.is_list(kind) or _type_name(kind) != "text"):
+    if not pa.types.is_null(kind) and (pa.types.is_list(kind) or arrow_type_name(kind) != "text"):
         raise UserError(f"{source}: column {config.text_column!r} holds {kind}, not text; set text_column")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]

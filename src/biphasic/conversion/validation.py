@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.packing import document_number, validation_end
-from biphasic.conversion.reading import TEXT_KINDS, DamagedFileError, Document, Skipped, kind_of, read_documents
+from biphasic.conversion.reading import Document, Skipped, read_documents
+from biphasic.conversion.source_files import TEXT_KINDS, DamagedFileError, kind_of
 from biphasic.conversion.sources import FileLayout
 from biphasic.errors import UserError
 

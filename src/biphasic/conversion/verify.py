@@ -22,7 +22,7 @@ from biphasic.conversion.output import (
     require_record,
 )
 from biphasic.conversion.packing import mds_columns
-from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import describe_unread, inspect_files
 from biphasic.conversion.work_units import document_numbers_file, unit_record_file
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file

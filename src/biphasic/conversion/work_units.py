@@ -9,6 +9,7 @@ and, written last, its record `units/<unit>.json`. The unit's name depends only 
     splits          documents, tokens, rows and bytes of each split, and its shards' entries in the MDS index
     documents       read, filtered, skipped (by kind), and the reasons for a few of the skipped ones (`examples`)
     damaged         messages about files that were read only in part
+    checks          counts of `TextChecks`: names of special tokens in the text, and what the tokenizer doesn't know
     seconds, cpu_seconds, text_bytes
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.packing import validation_end
-from biphasic.conversion.reading import COMPRESSIONS, SourceFile
+from biphasic.conversion.source_files import SourceFile, compression_of
 from biphasic.conversion.sources import FileLayout
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.grouping import groups_up_to
@@ -31,7 +32,7 @@ from biphasic.grouping import groups_up_to
 UnitRecord = dict[str, Any]
 _COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after reading it."""
-_FORMAT = 2
+_FORMAT = 3
 """Version of the row format. Increment it when reading, packing or storage gives other bytes for the same text."""
 FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
 """Keys that may change between two starts of a conversion, whose finished units stay valid. The tokenizer's path may
@@ -85,6 +86,7 @@ class ConversionContext:
         default = validation_end(config.validation_fraction)
         end = default if end is None else end
         keys = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NO_BYTES_KEYS}
+        keys["separator"] = config.source.separator
         if config.source.kind == "files":
             keys["text_files"] = config.source.text_files
         keys |= {"validation_end": end} if end != default else {}
@@ -100,7 +102,7 @@ def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit
     units: list[WorkUnit] = []
 
     def size_of(layout: FileLayout) -> int:
-        ratio = _COMPRESSION_RATIO if layout.file.path.endswith(COMPRESSIONS) else 1
+        ratio = _COMPRESSION_RATIO if compression_of(layout.file.path) else 1
         return sum(layout.text_bytes) if layout.text_bytes else layout.file.bytes * ratio
 
     readable = (layout for layout in layouts if layout.fault is None)

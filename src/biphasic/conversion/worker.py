@@ -26,6 +26,7 @@ from biphasic.conversion.packing import (
     token_dtype,
 )
 from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
+from biphasic.conversion.text_checks import TextChecks
 from biphasic.conversion.work_units import (
     ConversionContext,
     UnitRecord,
@@ -106,6 +107,7 @@ class _UnitConversion:
         self.examples: list[str] = []
         self.damaged: list[str] = []
         self.numbers: list[int] = []
+        self.checks = TextChecks(context.tokenizer)
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
         self.store.remove([unit_record_file(unit.name)])
@@ -170,6 +172,7 @@ class _UnitConversion:
             room = self.max_tokens - split.tokens
             tokens, self.stopped = tokens[:room], len(tokens) >= room
         split.add(tokens)
+        self.checks.add(document.text, tokens)
         self.numbers.append(number)
         self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
 
@@ -184,6 +187,7 @@ class _UnitConversion:
             "splits": {name: split.record() for name, split in self.splits.items()},
             "documents": {"read": self.read, "filtered": self.filtered, **skipped},
             "damaged": self.damaged,
+            "checks": self.checks.record(),
             "text_bytes": self.text_bytes,
             "seconds": round(seconds, 3),
             "cpu_seconds": round(cpu_seconds, 3),

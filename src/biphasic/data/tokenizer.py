@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_folder, is_remote, open_store, user_error, user_errors
-from biphasic.storage.hub import why_missing
+from biphasic.storage.hub import hub_errors, why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _ROLES = ("pad", "bos", "eos", "mask")
@@ -40,7 +42,8 @@ class Tokenizer:
     `vocab_size` is the largest id plus one, the number of rows of an embedding. `sha256` is a hash of `tokenizer.json`
     without the post-processor and without formatting, padding and truncation, which libraries change when they save a
     copy. `special_ids` includes special tokens without a role. `settings` is the content of `tokenizer_config.json`.
-    `dropout` is the probability of BPE dropout in `tokenizer.json`, which is turned off here; None without.
+    `dropout` is the probability of BPE dropout in `tokenizer.json`, which is turned off here; None without. Text that is
+    not in the vocabulary gets `unknown_id`; where that is None, it is left out if `drops_unknown`, else there is none.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -54,6 +57,14 @@ class Tokenizer:
     sha256: str
     settings: dict[str, Any]
     dropout: float | None = None
+    unknown_id: int | None = None
+    drops_unknown: bool = False
+
+    @property
+    def puts_bos(self) -> bool:
+        """Whether the tokenizer itself puts BOS before each text: by its post-processor, or by `add_bos_token`."""
+        is_added = self.bos_id in self.prefix_and_suffix()[0] or self.settings.get("add_bos_token") is True
+        return self.bos_id is not None and is_added
 
     @property
     def role_ids(self) -> dict[str, int | None]:
@@ -133,8 +144,7 @@ class TokenTexts:
         self._model, rules = content["model"], json.dumps([content["pre_tokenizer"], content["decoder"]])
         self._is_byte_level, self._has_metaspace = '"ByteLevel"' in rules, r"\u2581" in rules
         self._is_words = self._model["type"] in ("WordPiece", "WordLevel")
-        unknown = self._tokenizer.token_to_id(self._model.get("unk_token") or "")
-        self.roles = {**tokenizer.role_ids, "unk": self._model.get("unk_id") if unknown is None else unknown}
+        self.roles = {**tokenizer.role_ids, "unk": tokenizer.unknown_id}
         empty, added = {*tokenizer.special_ids, self.roles["unk"]}, {token["id"] for token in content["added_tokens"]}
         self.texts = [b""] * tokenizer.vocab_size
         for token, token_id in self._tokenizer.get_vocab().items():
@@ -164,7 +174,8 @@ class TokenTexts:
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
-    """Load a tokenizer from the hub, or a folder or bucket prefix with `tokenizer.json` and `tokenizer_config.json`.
+    """Load a tokenizer from the hub, a folder or a bucket prefix: its `tokenizer.json` as it is, and the tokens' names in
+    `tokenizer_config.json`. On the hub, AutoTokenizer makes a tokenizer.json where there is none.
 
     A tokenizer without a mask token gets one, `<|mask|>`, after its last id. Without a pad token, EOS is the padding,
     as in EuroBERT's tokenizer, because nothing attends to padding. Raises a UserError if there is no usable tokenizer,
@@ -174,7 +185,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         return _read(Path(path), path)
     with tempfile.TemporaryDirectory() as folder:
         if not is_remote(path):
-            _load_from_hub(path, revision).save_pretrained(folder)
+            _load_from_hub(path, revision, Path(folder))
             return _read(Path(folder), path)
         with user_errors(f"tokenizer {path}: can't be read"):
             store = open_store(path)
@@ -184,14 +195,22 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         return _read(Path(folder), path)
 
 
-def _load_from_hub(path: str, revision: str | None) -> Any:
+def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
+    """Write the files of a tokenizer on the hub to a folder."""
     if (reason := why_missing(path, revision)) is not None:
         raise UserError(f"tokenizer {path}: {reason}")
-    from transformers import AutoTokenizer
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        # Without the argument, transformers asks on a terminal whether to run the repository's code.
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        for name in _FILES:
+            with suppress(EntryNotFoundError), hub_errors():
+                shutil.copyfile(hf_hub_download(path, name, revision=revision), folder / name)
+        if not (folder / _FILES[0]).is_file():
+            from transformers import AutoTokenizer
+
+            # Without the argument, transformers asks on a terminal whether to run the repository's code.
+            AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
         message = f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}"
         raise user_error(message, error) from None
@@ -234,6 +253,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
         assert mask is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     sha256 = _sha256(tokenizer)
+    unknown_id, drops_unknown = _unknown(tokenizer)
     tokenizer.encode_special_tokens = True
     return Tokenizer(
         tokenizer=tokenizer,
@@ -247,7 +267,19 @@ def _read(folder: Path, source: str) -> Tokenizer:
         sha256=sha256,
         settings=settings,
         dropout=dropout,
+        unknown_id=unknown_id,
+        drops_unknown=drops_unknown,
     )
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer) -> tuple[int | None, bool]:
+    """Return the id of the token for unknown text, and whether such text is left out instead."""
+    content = json.loads(tokenizer.to_str())
+    model, rules = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
+    unknown = tokenizer.token_to_id(model.get("unk_token") or "")
+    unknown = model.get("unk_id") if unknown is None else unknown
+    is_bpe = model["type"] == "BPE" and not model.get("byte_fallback") and "ByteLevel" not in rules
+    return unknown, unknown is None and is_bpe
 
 
 def _token_name(token: object) -> str | None:

@@ -22,7 +22,8 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load_job
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import require_record
-from biphasic.conversion.reading import Document, SourceFile, read_up_to_damage
+from biphasic.conversion.reading import Document, read_up_to_damage
+from biphasic.conversion.source_files import SourceFile
 from biphasic.data.mds_reader import INDEX, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder

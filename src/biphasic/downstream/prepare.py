@@ -43,7 +43,7 @@ from biphasic.downstream.tables import (
 )
 from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
-from biphasic.storage import join, json_bytes, open_store, user_errors
+from biphasic.storage import glob_pattern, join, json_bytes, open_store, user_errors
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _ROWS = 100
@@ -266,7 +266,7 @@ def plan_tasks(config: TasksConfig, names: list[str]) -> JobPlan:
             paths += read
             sources[" ".join(filter(None, [", ".join(read), dataset.name, dataset.revision]))] = True
         made = [path for path in paths if is_made_by_jobs(path)]
-        missing = [path for path in made if not glob.glob(os.path.expanduser(path), recursive=True)]
+        missing = [path for path in made if not glob.glob(glob_pattern(os.path.expanduser(path)), recursive=True)]
         done = finished_record(name, config) is not None
         state = f"{', finished already' if done else ''} [{task.license}]"
         job_plan.lines[name] = f"{task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}"

@@ -22,10 +22,10 @@ from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.formats import COLUMN_FILES, bio_names, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
-from biphasic.storage import first_line, user_errors
+from biphasic.storage import first_line, glob_pattern, user_errors
 from biphasic.storage.hub import is_local_path
 
-_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = (".gz", ".zst")
@@ -284,7 +284,9 @@ def _cache_folder(folder: Path) -> str:
 def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     by_place: dict[str, str] = {}
     for file in (
-        file for pattern in patterns for file in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        file
+        for pattern in patterns
+        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True))
     ):
         by_place.setdefault(os.path.realpath(file), file)
     files = list(by_place.values())
@@ -301,4 +303,4 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
 
 def _suffix(file: str) -> str:
     name = next((file.removesuffix(packed) for packed in _COMPRESSED if file.endswith(packed)), file)
-    return Path(file if name.endswith(".parquet") else name).suffix
+    return Path(file if name.endswith(".parquet") else name).suffix.lower()

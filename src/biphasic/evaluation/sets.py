@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -189,7 +188,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
     """Read the columns of a schema. Only `title` may be missing; ids may be whole numbers."""
     required = [name for name in schema.names if name != "title"]
-    rows = open_table(DatasetConfig(files={"": [glob.escape(str(file))]}), "", required).rows
+    rows = open_table(DatasetConfig(files={"": [str(file)]}), "", required).rows
     # An empty field of a TSV file is an empty text.
     absent, parts = "" if file.suffix == ".tsv" else None, [schema.empty_table()]
     with user_errors(f"{file}: can't be read", pa.ArrowException):

@@ -16,6 +16,9 @@ from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.language_model import LanguageModel
 
+_TEXTS, _TEXT_TOKENS = 500, 8
+"""Number of texts that two tokenizers are compared on, and of tokens that one is made of."""
+
 
 def fit_vocabulary(model: LanguageModel, config: ModelConfig, new: Tokenizer) -> None:
     """Rebuild embedding and head of the model of `config.init_from` for a new tokenizer if configured, else enlarge them.
@@ -35,19 +38,34 @@ def fit_vocabulary(model: LanguageModel, config: ModelConfig, new: Tokenizer) ->
         if old.sha256 == new.sha256:
             raise UserError(f"model.new_vocabulary: {place} already has the tokenizer {new.source}: remove the key")
         _rebuild(model, old, new)
-    elif other := _other_tokens(old, new):
+    elif old.sha256 != new.sha256 and (difference := _difference(old, new)):
         raise UserError(
-            f"tokenizer: {new.source} is not that of model.init_from, {place} ({other:,} ids are those of other tokens): "
-            "convert the data with the model's own, or set model.new_vocabulary=overlap to rebuild embedding and head"
+            f"tokenizer: {new.source} is not that of model.init_from, {place} ({difference}): convert the data with the "
+            "model's own, or set model.new_vocabulary=overlap to rebuild embedding and head"
         )
     model.resize_token_embeddings(new.vocab_size)
 
 
-def _other_tokens(old: Tokenizer, new: Tokenizer) -> int:
-    """Count the tokens whose id is another token's in `old`. Tokens may be added, and special ones be renamed."""
+def _difference(old: Tokenizer, new: Tokenizer) -> str:
+    """Return how a tokenizer differs from `old`, or an empty text. Tokens may be added, and special ones be renamed.
+
+    Besides the names of tokens, the encodings of texts are compared, which are made of the old tokenizer's tokens: another
+    normalizer, pre-tokenizer or order of merges also gives a model other ids than it was trained on.
+    """
     names = {token_id: token for token, token_id in old.tokenizer.get_vocab().items()}
     names |= dict.fromkeys((*old.special_ids, *new.special_ids))
-    return sum(names.get(token_id, token) not in (token, None) for token, token_id in new.tokenizer.get_vocab().items())
+    vocabulary = new.tokenizer.get_vocab().items()
+    if other := sum(names.get(token_id, token) not in (token, None) for token, token_id in vocabulary):
+        return f"{other:,} ids are those of other tokens"
+    ids = [token_id for token_id, name in sorted(names.items()) if name is not None]
+    for start in range(0, len(ids), max(len(ids) // _TEXTS, _TEXT_TOKENS)):
+        text = old.tokenizer.decode(ids[start : start + _TEXT_TOKENS])
+        [before], [after] = old.encode([text]), new.encode([text])
+        if before != after and all(token_id in names for token_id in after):
+            shown = [[tokenizer.tokenizer.id_to_token(id) for id in part[:_TEXT_TOKENS]]
+                     for tokenizer, part in ((new, after), (old, before))]  # fmt: skip
+            return f"of {text!r} it makes {shown[0]}, and the model's {shown[1]}"
+    return ""
 
 
 def _rebuild(model: LanguageModel, old: Tokenizer, new: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import posixpath
@@ -43,6 +44,14 @@ def is_folder(path: str) -> bool:
         raise UserError(f"{path}: can't be read ({error.strerror})") from None
     except (OSError, ValueError):
         return False
+
+
+def glob_pattern(path: str) -> str:
+    """Return a local path as a pattern for `glob`. The part that exists stands for itself, as in `text [2024]/*.txt`."""
+    parts = path.split("/")
+    ends = (end for end in range(len(parts), 0, -1) if os.path.exists("/".join(parts[:end])))
+    existing = "/".join(parts[: next(ends, 0)])
+    return glob.escape(existing) + path.removeprefix(existing)
 
 
 def is_inside(name: str) -> bool:

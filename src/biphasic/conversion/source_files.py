@@ -1,0 +1,143 @@
+"""The files of text that a conversion reads: their names, their compression, and the errors of reading them."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from biphasic.errors import UserError
+from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error
+from biphasic.storage.hub import hub_errors
+
+READ_BYTES = 1 << 20
+JSON_KINDS = ("jsonl", "ndjson", "json")
+"""Suffixes of files of JSON: an object in each line, objects over several lines, or an array of objects."""
+TEXT_KINDS = ("txt", "md", "markdown", "rst")
+"""Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
+KINDS = ("parquet", *JSON_KINDS, "csv", "tsv", *TEXT_KINDS)
+"""Suffixes of files that are read, in upper or lower case."""
+COMPRESSIONS = (".gz", ".zst")
+"""Suffixes of compressed files; Parquet compresses by itself."""
+_COMPRESSED_BYTES = 1 << 17
+_MAX_WINDOW = 2**31
+"""Largest window of zstd, that of `--long=31`: a file that was written with it needs this memory in bytes."""
+
+
+class DamagedFileError(UserError):
+    """A file can't be read completely."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read, or a part of a Parquet file if `row_groups` (start, end) is given; `end` is excluded.
+
+    `version` changes with the content. It is an ETag or the time of the last change.
+    """
+
+    path: str
+    bytes: int
+    version: str
+    row_groups: tuple[int, int] | None = None
+
+
+def compression_of(path: str) -> str:
+    """Return the suffix of a compressed file, in lower case, or an empty text."""
+    return next((suffix for suffix in COMPRESSIONS if path.lower().endswith(suffix)), "")
+
+
+def kind_of(path: str) -> str:
+    """Return the suffix of a file's name without a compression's, in lower case: `jsonl` for `a.JSONL.gz`."""
+    return path.lower().removesuffix(compression_of(path)).rpartition(".")[2]
+
+
+def is_readable(path: str) -> bool:
+    """Return whether a file has a name of a kind that is read."""
+    return "." in path and kind_of(path) in KINDS and not (kind_of(path) == "parquet" and compression_of(path))
+
+
+@contextmanager
+def open_text(file: SourceFile, position: Callable[[], str]) -> Iterator[BinaryIO]:
+    """Open a file's content, decompressed. An error of the content is raised as `is damaged after {position()}`."""
+    import pyarrow as pa
+    import zstandard
+
+    try:
+        system, name = filesystem(file.path)
+        packed = compression_of(file.path)
+        with hub_errors(), system.open_input_stream(name, compression="gzip" if packed == ".gz" else None) as handle:
+            stream: Any = _Blocks(_unpack_zstd(handle)) if packed == ".zst" else handle
+            yield io.BufferedReader(stream, READ_BYTES)
+    except (OSError, EOFError, zstandard.ZstdError, pa.ArrowException) as error:
+        raise read_error(file, f"is damaged after {position()}", error) from error
+
+
+def without_byte_order_mark(start: bytes, file: SourceFile) -> bytes:
+    """Return a file's start without UTF-8's byte order mark. Raises a DamagedFileError if the file is UTF-16."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:2]:
+        raise DamagedFileError(f"source {file.path}: is UTF-16 or UTF-32; expected UTF-8: convert it with iconv")
+    return start.removeprefix(codecs.BOM_UTF8)
+
+
+def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
+    """Return the error for a file that can't be read: a DamagedFileError with the `problem` only if its content is why."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder, _, name = file.path.rpartition("/")
+    of_bucket = isinstance(error, HfHubHTTPError) or re.search("AWS Error|Azure Error|google::cloud", str(error))
+    try:
+        # pyarrow also raises OSErrors for errors in a file's content; these have no number.
+        if isinstance(error, OSError) and (
+            error.errno not in (None, errno.ENOENT) or of_bucket or is_unreachable(error)
+        ):
+            raise error
+        with hub_errors():
+            exists = open_store(folder or ".").stat(name) is not None
+    except OSError as cause:
+        advice = "what is finished is kept; run the same command again when it can be read"
+        return user_error(f"source {file.path}: can't be read ({first_line(cause)}); {advice}", cause)
+    problem = f"{problem} ({first_line(error)})" if exists else "is not there any more"
+    return DamagedFileError(f"source {file.path}: {problem}")
+
+
+class _Blocks(io.RawIOBase):
+    """A stream of blocks of bytes."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        filled = 0
+        while filled < len(buffer):
+            if not self._rest:
+                if (block := next(self._blocks, None)) is None:
+                    break
+                self._rest = memoryview(block)
+            size = min(len(buffer) - filled, len(self._rest))
+            buffer[filled : filled + size], self._rest = self._rest[:size], self._rest[size:]
+            filled += size
+        return filled
+
+
+def _unpack_zstd(stream: Any) -> Iterator[bytes]:
+    """Yield the content of a stream of one or several frames. Raises an EOFError where it ends within one.
+
+    pyarrow refuses the windows of `zstd --long`, and zstandard's own reader takes a file cut short for a shorter one.
+    """
+    import zstandard
+
+    decompressor, frame, packed = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW), None, b""
+    while packed := packed or stream.read(_COMPRESSED_BYTES):
+        frame = frame or decompressor.decompressobj()
+        yield frame.decompress(packed)
+        packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the compressed data ends early")
