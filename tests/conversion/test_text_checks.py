@@ -107,6 +107,10 @@ def test_text_that_the_tokenizer_leaves_out(tmp_path: Path, tokenizer_folder: Pa
         "55% of the text is unknown to the tokenizer, most often '1' (2), '2' (2), 'ö' (1), 'ß' (1)"
     ]
     assert text_warnings(checked(str(tokenizer_folder), "Größe 漢字 \x00")) == []  # of bytes
+    # The library says that the "b" of "aöb" is where the "ö" is: labels of words would be shifted.
+    with pytest.raises(UserError, match="leaves out text that is not in its vocabulary"):
+        load_tokenizer(letters).encode_with_offsets(["aöb"])
+    assert load_tokenizer(str(tokenizer_folder)).encode_with_offsets(["ab"])
 
 
 def test_unknown_text_is_warned_of(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,13 @@ class Tokenizer:
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the token ids of each text as `encode` does, and each token's character range (end excluded)."""
+        """Return the token ids of each text as `encode` does, and each token's character range (end excluded).
+
+        Raises a UserError with `drops_unknown`: the library's ranges don't count the characters that are left out.
+        """
+        if self.drops_unknown:
+            problem = "leaves out text that is not in its vocabulary, so that its tokens can't be found in a text"
+            raise UserError(f"tokenizer {self.source}: {problem}: expected a BPE model with an unk_token, or of bytes")
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
