@@ -258,8 +258,8 @@ def _read(folder: Path, source: str) -> Tokenizer:
         mask = tokenizer.token_to_id(ADDED_MASK)
         assert mask is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    sha256 = _sha256(tokenizer)
-    unknown_id, drops_unknown = _unknown(tokenizer)
+    content = json.loads(tokenizer.to_str())
+    unknown_id = _unknown_id(tokenizer, content["model"])
     tokenizer.encode_special_tokens = True
     return Tokenizer(
         tokenizer=tokenizer,
@@ -270,22 +270,23 @@ def _read(folder: Path, source: str) -> Tokenizer:
         bos_id=ids["bos"],
         eos_id=ids["eos"],
         special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad, mask) if id is not None})),
-        sha256=sha256,
+        sha256=_sha256(content),
         settings=settings,
         dropout=dropout,
         unknown_id=unknown_id,
-        drops_unknown=drops_unknown,
+        drops_unknown=unknown_id is None and _leaves_text_out(content),
     )
 
 
-def _unknown(tokenizer: tokenizers.Tokenizer) -> tuple[int | None, bool]:
-    """Return the id of the token for unknown text, and whether such text is left out instead."""
-    content = json.loads(tokenizer.to_str())
+def _unknown_id(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
+    token_id = tokenizer.token_to_id(model.get("unk_token") or "")
+    return model.get("unk_id") if token_id is None else token_id
+
+
+def _leaves_text_out(content: dict[str, Any]) -> bool:
+    """Return whether text is left out that a model without an unknown token doesn't know. Only BPE of characters does so."""
     model, rules = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
-    unknown = tokenizer.token_to_id(model.get("unk_token") or "")
-    unknown = model.get("unk_id") if unknown is None else unknown
-    is_bpe = model["type"] == "BPE" and not model.get("byte_fallback") and "ByteLevel" not in rules
-    return unknown, unknown is None and is_bpe
+    return model["type"] == "BPE" and not model.get("byte_fallback") and "ByteLevel" not in rules
 
 
 def _token_name(token: object) -> str | None:
@@ -294,12 +295,10 @@ def _token_name(token: object) -> str | None:
     return None if content is None else str(content)
 
 
-def _sha256(tokenizer: tokenizers.Tokenizer) -> str:
-    content = json.loads(tokenizer.to_str())
+def _sha256(content: dict[str, Any]) -> str:
     # The conversion adds special tokens itself, without the post-processor.
-    for key in ("truncation", "padding", "post_processor"):
-        content.pop(key, None)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def _json(file: Path, source: str) -> dict[str, Any]:
