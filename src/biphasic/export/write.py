@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
-from biphasic.export.formats import Format, Kind
+from biphasic.export.formats import Format, Kind, add_older_keys
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
@@ -178,6 +178,7 @@ def write_folder(
 
     def fill(folder: Path) -> None:
         config.save_pretrained(folder)
+        add_older_keys(folder)
         for name, text in fmt.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_weights(weights, network, folder, dtype)
