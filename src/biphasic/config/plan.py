@@ -15,7 +15,7 @@ from biphasic.config.architecture import RANKS_OF_A_MACHINE, Architecture, shard
 from biphasic.config.data import StreamRecord
 from biphasic.config.data_plan import plan_datasets, rows_by_source
 from biphasic.config.durations import BatchShape, Duration
-from biphasic.config.model import architecture_of
+from biphasic.config.model import architecture_of, rows_problem
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, decay_start, resolve_phases
 
@@ -83,7 +83,11 @@ def plan(
     `records` are the known conversion records of the datasets, by key.
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
-    architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
+    content = _config_content(config.model.init_from)
+    architecture = architecture_of(config.model) or _architecture(content)
+    longest, positions = config.longest_row, config.model.max_position_embeddings
+    if (problem := rows_problem(str(config.model.init_from), content, longest, positions)) is not None:
+        run_plan.problems.append(problem)
     if architecture is not None and config.model.new_vocabulary is not None:
         tokenizers = [stream.record["tokenizer"] for stream in records.values() if "tokenizer" in stream.record]
         architecture = replace(architecture, vocab_size=tokenizers[0]["vocab_size"]) if tokenizers else None
@@ -179,12 +183,18 @@ def _start(start: StartPlan, batch: int, batches: int | None, about: str) -> str
     return f"{text}: {f'{about}{count:,} of {batches:,} batches are trained' if count else 'nothing is left to train'}"
 
 
-def _init_from_architecture(path: str | None) -> Architecture | None:
-    """Read the architecture from `config.json` if `path` is a local Hugging Face folder; otherwise None."""
+def _config_content(path: str | None) -> dict[str, Any]:
+    """Return the content of `config.json` if `path` is a local Hugging Face folder; otherwise an empty dictionary."""
     try:
-        content = json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8"))
+        return dict(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8"))) if path else {}
+    except (ValueError, TypeError, OSError):
+        return {}
+
+
+def _architecture(content: dict[str, Any]) -> Architecture | None:
+    try:
         return Architecture.from_hf_config(SimpleNamespace(**content))
-    except (AttributeError, ValueError, TypeError, OSError):
+    except (AttributeError, ValueError, TypeError):
         return None
 
 

@@ -106,11 +106,11 @@ def attention_arguments(
     if device == "cuda":
         avoid_plans()
     if backend == "flex":
-        segments.block_masks = {window: block_mask(segments, causal, window) for window in _windows(backbone)}
+        segments.block_masks = {window: block_mask(segments, causal, window) for window in sliding_windows(backbone)}
     return {"segments": segments, "is_causal": causal, "attention_backend": backend}
 
 
-def _windows(backbone: Any) -> set[int]:
+def sliding_windows(backbone: Any) -> set[int]:
     """Return the sliding windows of a backbone's layers, with 0 for none. ModernBERT's is not its configuration's."""
     of_layers: set[Any] = {getattr(module, "sliding_window", None) for module in backbone.modules()} - {None}
     return {0, *(of_layers or {getattr(backbone.config, "sliding_window", None) or 0})}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
+from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of, rows_problem
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model import attention
@@ -57,19 +57,13 @@ def build_language_model(
     `init_from` are not.
 
     Raises:
-        UserError: the folder or checkpoint can't be used, its `max_position_embeddings` is less than `sequence_length`, its
+        UserError: the folder or checkpoint can't be used, its positions don't fit rows of `sequence_length`, its
             `rope_theta` can't be changed, or the tokenizer isn't its own or has more tokens than a new model's `vocab_size`.
     """
     if config.init_from is not None:
         # Never with the model's own code, since a checkpoint's network is built without it.
-        model = load_language_model(config.init_from, False, None, config.rope_theta, config.max_position_embeddings)
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and positions < sequence_length:
-            raise UserError(
-                f"data.sequence_length is {sequence_length}, but {config.init_from} is for sequences of up to {positions} "
-                f"tokens: set model.max_position_embeddings={sequence_length}, and a larger model.rope_theta "
-                "(recipes/long_context)"
-            )
+        positions = config.rope_theta, config.max_position_embeddings, sequence_length
+        model = load_language_model(config.init_from, False, None, *positions)
         if tokenizer is not None:
             fit_vocabulary(model, config, tokenizer)
         return model
@@ -96,6 +90,7 @@ def load_language_model(
     revision: str | None = None,
     rope_theta: float | None = None,
     max_position_embeddings: int | None = None,
+    sequence_length: int | None = None,
 ) -> LanguageModel:
     """Load a backbone with its language-model head, on the CPU in fp32.
 
@@ -106,20 +101,21 @@ def load_language_model(
         revision: branch, tag or commit of a hub id.
         rope_theta: base of the rotary positions. Default: the model's own.
         max_position_embeddings: maximum number of positions. Default: the model's own.
+        sequence_length: number of tokens in the longest row to train on. Default: none is known.
 
     Raises:
-        UserError: the model can't be loaded or used, or `rope_theta` is given for scaled positions or several bases.
+        UserError: the model can't be loaded or used, or not with these positions.
     """
     if is_checkpoint(path):
         hf_config = hf_config_from_json(read_record(path)["backbone"])
-        _set_positions(path, hf_config, rope_theta, max_position_embeddings)
+        _set_positions(path, hf_config, rope_theta, max_position_embeddings, sequence_length)
         model = from_hf_config(hf_config, seed=0)
         model.load_state_dict(read_weights(path))
         return model
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     hf_config = load_hf_config(path, revision, trust_remote_code)
-    _set_positions(path, hf_config, rope_theta, max_position_embeddings)
+    _set_positions(path, hf_config, rope_theta, max_position_embeddings, sequence_length)
     family = hf_config.model_type
     head_class = AutoModelForMaskedLM if family in ("eurobert", "modernbert") else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
@@ -139,7 +135,7 @@ def load_language_model(
         hf_config.lm_head_bias = backbone.config.lm_head_bias = True
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
-    problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
+    problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM, longest=sequence_length)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
     language_model = LanguageModel(backbone, lm_head, head)
@@ -148,11 +144,15 @@ def load_language_model(
     return language_model
 
 
-def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:
-    if max_position_embeddings is not None:
-        hf_config.max_position_embeddings = max_position_embeddings
+def _set_positions(path: str, hf_config: Any, rope_theta: float | None, longest: int | None, rows: int | None) -> None:
+    """Set base and number of positions in a configuration, after a check of both for rows of `rows` tokens."""
     if rope_theta is not None:
         plain_rope(hf_config, path)["rope_theta"] = rope_theta
+    own = {"max_position_embeddings": getattr(hf_config, "max_position_embeddings", None)}  # some name it differently
+    if rows is not None and (problem := rows_problem(path, {**hf_config.to_dict(), **own}, rows, longest)) is not None:
+        raise UserError(problem)
+    if longest is not None:
+        hf_config.max_position_embeddings = longest
 
 
 def hf_config_from_json(text: str) -> PretrainedConfig:

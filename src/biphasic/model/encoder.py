@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from biphasic.config.model import rope_threshold
 from biphasic.config.phase_inputs import longest_row
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
@@ -32,6 +34,7 @@ from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_atte
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 
+_log = logging.getLogger(__name__)
 _TEXTS_AT_ONCE = 5000
 """Number of texts that are tokenized in one call."""
 _TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
@@ -197,7 +200,10 @@ def trained_text_tokenizer(record: Mapping[str, Any]) -> TextTokenizer:
 
 
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
-    """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`."""
+    """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`.
+
+    Its maximum length is at most the one up to which hidden states don't depend on the other texts of a batch.
+    """
     if is_checkpoint(path):
         return trained_text_tokenizer(read_record(path))
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
@@ -217,7 +223,11 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
                 limit -= reserved_positions(AutoModel.from_config(config))
     # The paper's models were trained without the beginning-of-text token that their tokenizer, Llama 3's, adds.
     special = ((), ()) if is_papers(config_content(path, revision)) else tokenizer.prefix_and_suffix()
-    return TextTokenizer(tokenizer, settings.max_length or limit, settings, *special)
+    limit, rope = settings.max_length or limit, rope_threshold(config.to_dict())
+    if rope is not None and rope.length < limit:
+        message = "model %s: texts are truncated to its %s (%d): beyond, %s positions depend on a batch's other texts"
+        _log.warning(message, path, rope.key, limit := rope.length, rope.kind)
+    return TextTokenizer(tokenizer, limit, settings, *special)
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from biphasic.config.model import rope_threshold
 from biphasic.model import attention
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
 from biphasic.model.segments import Segments, visibility_mask
@@ -25,36 +26,47 @@ _TOLERANCE = 1e-3
 _ROUNDING = 1e-5
 """Maximum difference due to rounding, relative to the largest absolute hidden state. In mixtures of experts, a token's
 rounding depends on the other tokens."""
+_MAX_FLOPS, _MAX_WINDOW = 1e12, 1024
+"""Limits of a forward pass over segments longer than a sliding window, seconds on a CPU."""
 
 
 @torch.no_grad()
-def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
+def packing_problem(backbone: Any, decoder: bool = True, longest: int | None = None) -> str | None:
     """Return why a backbone can't compute packed segments, for an error message; None if there is no problem.
 
     One token of two short segments is changed, to see which hidden states change, with causal and with bidirectional
     attention. This detects families whose layers don't call the registered attention function, leak between segments,
-    or can't be made causal or bidirectional (convolutions, state spaces).
+    or can't be made causal or bidirectional (convolutions, state spaces). A third segment at a row's last position shows
+    whether positions depend on other segments. Last, hidden states are compared with those of the family's own attention,
+    also in segments on both sides of each sliding window, if that is cheap.
 
     Args:
         backbone: a Hugging Face base model with `biphasic` attention, in evaluation mode.
-        decoder: whether the family's own attention is causal. Hidden states are also compared with those of its own.
+        decoder: whether the family's own attention is causal.
+        longest: number of tokens in the longest segment. Default: the model's own limit.
     """
-    vocabulary = _vocabulary(backbone)
-    tokens = torch.arange(1, 2 * _LENGTH + 1) * 7 % vocabulary
+    vocabulary, pair = _vocabulary(backbone), [_LENGTH, _LENGTH]
+    tokens = _tokens(2 * _LENGTH, vocabulary)
+    rope = rope_threshold(backbone.config.to_dict())
+    own: int | None = getattr(backbone.config, "max_position_embeddings", None) if rope is None else rope.length
+    longest = longest or own or _LENGTH
     try:
         for causal in (not decoder, decoder):  # in the family's own direction last
-            hidden = _hidden(backbone, tokens, causal)
+            hidden = _hidden(backbone, tokens, causal, pair)
             visible = visibility_mask(_LENGTH, causal, 0, tokens.device)
             # The last token of the first segment, and the first token of the second.
             for segment, position in ((0, _LENGTH - 1), (1, 0)):
                 changed = _with_changed_token(tokens, segment * _LENGTH + position, vocabulary)
-                difference = (_hidden(backbone, changed, causal) - hidden).abs().amax(1)
+                difference = (_hidden(backbone, changed, causal, pair) - hidden).abs().amax(1)
                 moved = (difference > _ROUNDING * hidden.abs().max()).view(2, _LENGTH)
                 if moved[1 - segment].any():
                     return "tokens attend to other segments"
                 if not moved[segment].equal(visible[:, position]):
                     return f"its layers can't be made {'causal' if causal else 'bidirectional'}"
-        if _difference_from_own(backbone, tokens, hidden) > _TOLERANCE:
+        far = _hidden(backbone, torch.cat([tokens, tokens[:1]]), decoder, [*pair, 1], last=longest - 1)
+        if (far[: len(tokens)] - hidden).abs().max() > _ROUNDING * hidden.abs().max():
+            return "its positions depend on the longest segment of a call"
+        if _difference_from_own(backbone, _lengths(backbone, longest), decoder) > _TOLERANCE:
             return "its hidden states are not those of its own attention"
     except attention.NotPackedError:
         return "its layers don't pass segments on to their attention function"
@@ -73,7 +85,7 @@ def computes_own_logits(network: Any, model: LanguageModel) -> bool:
         network: the class with a head. It has the same modules as `model`.
         model: the language model, in evaluation mode.
     """
-    tokens = (torch.arange(1, 2 * _LENGTH + 1) * 7 % _vocabulary(model.backbone)).view(2, _LENGTH)
+    tokens = _tokens(2 * _LENGTH, _vocabulary(model.backbone)).view(2, _LENGTH)
     with _own_attention(network):
         own = network(input_ids=tokens).logits
         logits = model.logits(model.backbone(input_ids=tokens).last_hidden_state)
@@ -100,14 +112,36 @@ def _with_changed_token(tokens: Tensor, index: int, vocabulary: int) -> Tensor:
     return changed
 
 
-def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool) -> Tensor:
-    return packed_forward(backbone, tokens, Segments.of([_LENGTH, _LENGTH], tokens.device), causal).float()
+def _tokens(count: int, vocabulary: int) -> Tensor:
+    return torch.arange(1, count + 1) * 7 % vocabulary
 
 
-def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float:
+def _lengths(backbone: Any, longest: int) -> list[int]:
+    """Return lengths of segments on both sides of a backbone's thresholds below `longest`, if these are cheap."""
+    chunk: int = getattr(backbone.config, "attention_chunk_size", None) or 0
+    lengths, parameters = [_LENGTH, _LENGTH], sum(weight.numel() for weight in backbone.parameters())
+    for threshold in sorted(attention.sliding_windows(backbone) | {chunk}):
+        longer = [*lengths, threshold, min(threshold + 2, longest)]
+        if 0 < threshold < min(longest, _MAX_WINDOW + 1) and 2 * parameters * sum(longer) <= _MAX_FLOPS:
+            lengths = longer
+    return lengths
+
+
+def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool, lengths: list[int], last: int | None = None) -> Tensor:
+    """Compute packed hidden states; `last` is the position of the last token, by default the one in its segment."""
+    segments = Segments.of(lengths, tokens.device)
+    if last is not None:
+        segments.position_ids[-1] = last
+    return packed_forward(backbone, tokens, segments, causal).float()
+
+
+def _difference_from_own(backbone: Any, lengths: list[int], causal: bool) -> float:
     """Return the largest relative difference from hidden states of the family's own attention, segment by segment."""
+    tokens = _tokens(sum(lengths), _vocabulary(backbone))
+    hidden = _hidden(backbone, tokens, causal, lengths)
     with _own_attention(backbone):
-        own = backbone(input_ids=tokens.view(2, _LENGTH), use_cache=False).last_hidden_state.flatten(0, 1).float()
+        texts = [backbone(input_ids=text[None], use_cache=False) for text in tokens.split(lengths)]
+        own = torch.cat([text.last_hidden_state[0] for text in texts]).float()
     return float((own - hidden).abs().max() / own.abs().max())
 
 
@@ -147,7 +181,7 @@ def _packs(encoder: Any) -> bool:
     lengths = (longest, _LENGTH, longest - 1)
     vocabulary = _vocabulary(encoder)
     pad_id: int = getattr(encoder.config, "pad_token_id", None) or 0
-    tokens = torch.arange(1, sum(lengths) + 1) * 7 % vocabulary
+    tokens = _tokens(sum(lengths), vocabulary)
     # Some families compute positions from padding tokens.
     tokens[tokens == pad_id] = (pad_id + 1) % vocabulary
     segments = Segments.of(lengths, tokens.device)
