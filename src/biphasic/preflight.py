@@ -22,6 +22,7 @@ from biphasic.config.load import load
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.unpacking import opened_splits
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
@@ -260,11 +261,11 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     """
     needs = []
     limit = config.data.cache_limit
-    datasets = [*(each.streams for each in sources(config.inputs)), {"": config.data.validation}]
+    opened = opened_splits(config)[0]
+    datasets = [{key: opened[key] for key in each.streams} for each in sources(config.inputs)]
+    datasets.append({key: stream for key, stream in opened.items() if key == "data.validation"})
     for dataset in datasets:
-        sizes = {
-            Path(s.local): _cache_bytes(s, limit) for s in dataset.values() if s is not None and s.remote is not None
-        }
+        sizes = {Path(s.local): _cache_bytes(s, limit) for s in dataset.values() if s.remote is not None}
         known = {folder: size for folder, size in sizes.items() if size is not None}
         # The limit is that of a mix's streams together.
         share = 1.0 if limit is None else min(1.0, limit / max(sum(known.values()), 1))
@@ -292,6 +293,7 @@ def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
 
 def _data(config: PretrainConfig) -> str:
     """Check that the data was converted with this tokenizer, and that each split's index and first shard can be read."""
+    from biphasic.data.row_format import stored_row_problems
     from biphasic.data.shards import require_first_shard
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.training.record import conversion_record
@@ -300,5 +302,8 @@ def _data(config: PretrainConfig) -> str:
     conversion_record(config, tokenizer, read_conversions(config.streams))
     for stream in config.splits.values():
         require_first_shard(stream)
+    if problems := stored_row_problems(config.splits, config.row_lengths, tokenizer.vocab_size, first_shards=True):
+        raise UserError("\n".join(problems))
     splits = len(config.splits)
-    return f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"
+    line = f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"
+    return "; ".join([line, *opened_splits(config)[1]])

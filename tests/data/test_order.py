@@ -14,7 +14,9 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from biphasic.config.data import DataConfig
+from biphasic.config.data_plan import repeated_rows
 from biphasic.data.streaming import build_loader
+from biphasic.errors import UserError
 from helpers.numbered_rows import BATCH, data, numbers, open_rows, write_numbered
 from helpers.tiny import LENGTH, release_streaming
 
@@ -65,6 +67,34 @@ def test_the_order_does_not_depend_on_the_number_of_nodes(numbered_rows: Path) -
     for shape in WORLDS[1:]:
         resized = order(config, world(*shape), size)[: rows // size]
         assert np.array_equal(resized, expected), shape
+
+
+@pytest.mark.parametrize(("canonical", "size"), [(64, 16), (64, 4), (16, 16), (16, 48), (50, 4), (1, 16)])
+def test_an_epoch_repeats_as_many_rows_as_the_plan_says(numbered_rows: Path, canonical: int, size: int) -> None:
+    rows = 1003
+    read = order(data(numbered_rows, num_canonical_nodes=canonical), world(1, 1, 0), size)[: rows // size]
+    assert read.size - len(np.unique(read)) == repeated_rows(rows, canonical, size)
+    assert size % canonical or not repeated_rows(rows, canonical, size)
+
+
+def test_a_part_of_a_validation_has_no_row_twice(tmp_path: Path) -> None:
+    """1,000 of 1,003 rows end among those that 64 canonical nodes would repeat."""
+    made = write_numbered(tmp_path / "made", 1003)
+    config = data(made, num_canonical_nodes=64)
+    for batches in (10, 120, 125):
+        loader: Any = build_loader(config, config.streams, BATCH, seed=3, train=False, batches=batches)
+        read = numbers(itertools.islice(loader, batches))
+        assert len(set(read)) == len(read) == batches * BATCH
+        assert (max(read) > batches * BATCH) == (batches < 125)  # spread over the split
+        release_streaming()
+
+
+def test_fewer_rows_than_canonical_nodes_are_refused(tmp_path: Path) -> None:
+    made = write_numbered(tmp_path / "made", 40)
+    message = rf"^data\.num_canonical_nodes: expected at most the number of rows in an epoch of {made}, 40; got 64$"
+    with pytest.raises(UserError, match=message):
+        open_rows(data(made, num_canonical_nodes=64))
+    assert sorted(numbers(open_rows(data(made, num_canonical_nodes=64), train=False))) == list(range(40))
 
 
 @pytest.mark.parametrize("canonical", [2, 64])

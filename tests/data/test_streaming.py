@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,13 +20,13 @@ from streaming.base.world import World
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.data import shards
-from biphasic.data.shards import ShardError
+from biphasic.data.mds_reader import ShardError
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from conftest import MakeBucket, Write
 from helpers.buckets import bucket_for, client, flip_a_bit, smallest_limit, upload, upload_to
 from helpers.numbered_rows import data, numbers, open_rows, write_numbered
-from helpers.tiny import config_of, launch, losses, release_streaming, train
+from helpers.tiny import ROOT, config_of, launch, losses, release_streaming, train
 
 
 @pytest.fixture(autouse=True)
@@ -307,3 +310,53 @@ def test_a_run_through_a_small_cache_equals_one_from_a_folder(
     batches = [json.loads(line)["batch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert batches.count(8) == 1 and batches.count(9) > 1
     assert 0 < folder_bytes(cache) <= limit
+
+
+READ_ONLY = """
+import sys
+from biphasic.config.load import load
+from biphasic.data.conversion_checks import check_rows
+from biphasic.preflight import disk_needs
+from helpers.tiny import losses, train
+config = load(sys.argv[1])
+print(*check_rows(config).problems, *check_rows(config).warnings, sep="\\n")
+print("disk", [str(folder) for folder, _ in disk_needs(config, 1)])
+print("losses", losses(train(config)))
+"""
+
+
+@pytest.mark.parametrize("limit", [None, "100mb"])
+def test_a_dataset_that_can_only_be_read_is_unpacked_in_the_cache(
+    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, limit: str | None
+) -> None:
+    """Root may write any folder, so its process gives up that capability."""
+    expected = losses(train(config_of(write_yaml("writable"))))
+    shared = tmp_path / "shared" / "data"
+    shutil.copytree(tmp_path / "data", shared, ignore=shutil.ignore_patterns("*.mds"))
+    streams = {"folder": str(shared), "train": None} if limit else {"train": {"local": str(shared / "train")}}
+    changes: dict[str, Any] = {f"data__{key}": value for key, value in streams.items()}
+    if limit:
+        changes |= {"data__cache_limit": limit, "data__validation": None}
+    path = write_yaml("read_only", **changes)
+    monkeypatch.chdir(tmp_path)
+    for folder in (shared, *shared.iterdir()):
+        folder.chmod(0o555)
+    capability = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests"}
+    run = subprocess.run(
+        [*capability, sys.executable, "-c", READ_ONLY, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    for folder in (shared, *shared.iterdir()):
+        folder.chmod(0o755)
+    assert run.returncode == 0, run.stderr[-3000:]
+    cache = f"data/cache/data.train{shared}/train"
+    line = f"data.train: {shared}/train can't be written, so its shards are unpacked in {cache}"
+    assert run.stdout.count(line) == 2  # in the plan, and in the run
+    assert f"disk ['{cache}'" in run.stdout
+    assert run.stdout.splitlines()[-1] == f"losses {expected}"
+    assert not list(shared.rglob("*.mds"))
+    assert list(Path(cache).rglob("*.mds"))

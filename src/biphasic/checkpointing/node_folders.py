@@ -14,6 +14,7 @@ from composer.utils import dist
 
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.unpacking import opened_splits
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, is_remote, user_errors
 
@@ -38,7 +39,7 @@ def require_node_folders(config: PretrainConfig, ranks: ProcessGroup) -> None:
                     f"checkpoint.folder {destination}: {node} doesn't see the files of node 0 there: with several "
                     "machines, give a bucket or a folder that all of them see"
                 )
-    caches = {key: Path(stream.local) for key, stream in config.splits.items() if stream.remote is not None}
+    caches = {key: Path(stream.local) for key, stream in opened_splits(config)[0].items() if stream.remote is not None}
     for node, seen in _seen_by_nodes(caches, ranks, _OWN_SECONDS).items():
         if seen:
             raise UserError(

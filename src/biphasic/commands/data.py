@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from biphasic.amounts import format_bytes
 from biphasic.commands.next_step import after_conversion, after_tasks
@@ -14,6 +16,9 @@ from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, join, json_bytes, open_store
 from biphasic.storage.hub import is_local_path
+
+if TYPE_CHECKING:
+    from biphasic.data.mds_reader import StoredRow
 
 _VOCABULARY = 32_768
 
@@ -167,25 +172,29 @@ def show(options: Namespace) -> int:
     """Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
-    from biphasic.data.mds_reader import read_rows, row_as_text, row_count
+    from biphasic.data.mds_reader import read_index, read_rows, row_as_text
+    from biphasic.data.row_format import row_reader
     from biphasic.data.tokenizer import load_tokenizer
 
     config = load_job(PretrainConfig, options.file)
     tokenizer = load_tokenizer(config.tokenizer)
     # Row ids of a mix continue from one dataset to the next.
-    first_ids: dict[str, int] = {}
+    datasets: list[tuple[str, int, Callable[..., StoredRow]]] = []
     total = 0
     if not 0 <= options.phase < len(config.inputs):
         raise UserError(f"--phase: expected a phase from 0 to {len(config.inputs) - 1}; got {options.phase}")
-    for stream in config.inputs[options.phase].streams.values():
+    own = config.inputs[options.phase]
+    for key, stream in own.streams.items():
         dataset = stream.remote or stream.local
-        first_ids[dataset] = total
-        total += row_count(dataset)
+        index = read_index(dataset)
+        read = row_reader(key, stream, index, own.data.sequence_length, tokenizer.vocab_size)
+        datasets.append((dataset, total, read))
+        total += sum(shard["samples"] for shard in index["shards"])
     if unknown := [id for id in options.ids if not 0 <= id < total]:
         raise UserError(f"row {unknown[0]}: expected an id from 0 to {total - 1:,}")
-    for dataset, first_id in first_ids.items():
+    for dataset, first_id, read in datasets:
         for row_id, row in read_rows(dataset, [id - first_id for id in options.ids]):
-            print(f"=== row {first_id + row_id}: {dataset}\n{row_as_text(row, tokenizer)}")
+            print(f"=== row {first_id + row_id}: {dataset}\n{row_as_text(read(row), tokenizer)}")
     return 0
 
 

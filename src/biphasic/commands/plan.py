@@ -96,6 +96,8 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.config.data import read_conversions
     from biphasic.config.plan import StartPlan, plan
     from biphasic.data.conversion_checks import RowChecks, check_rows
+    from biphasic.data.row_format import stored_row_problems
+    from biphasic.storage import is_remote
 
     results: dict[str, Any] = {}
     calls = {
@@ -124,5 +126,8 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     checks = results.get("rows", RowChecks())
     run_plan.warnings += checks.warnings
     run_plan.missing += checks.missing
-    run_plan.problems += [*checks.problems, *faults.values()]
+    # Not with the others, because their time may be over before the library that decodes shards is imported.
+    local = {key: stream for key, stream in config.splits.items() if not is_remote(stream.remote or stream.local)}
+    rows = stored_row_problems(local, config.row_lengths, checks.vocab_size, first_shards=True)
+    run_plan.problems += dict.fromkeys([*checks.problems, *rows, *faults.values()])
     return run_plan

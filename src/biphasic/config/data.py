@@ -26,6 +26,9 @@ class StreamConfig(Section):
     """Folder of the shards, or the cache for `remote`. Each split and stream needs its own folder."""
     remote: Address | None = None
     """URL from which shards that are not in `local` are downloaded: `s3://…`, `gs://…`, `az://…`, `oci://…` or `hf://…`."""
+    document_end: Count | None = None
+    """For rows that another program wrote: id of the token that ends a document. Each document of a row is then a segment.
+    Null: a row is one segment."""
 
 
 class MixedStreamConfig(StreamConfig):
@@ -211,7 +214,7 @@ def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
     for split in ("train", "validation"):
         stream = getattr(data, split)
         expanded = _split_of(folder.rstrip("/"), data.cache, split)
-        if stream is not None and data.mix is None and stream.model_dump() != expanded:
+        if stream is not None and data.mix is None and stream != StreamConfig.model_validate(expanded):
             yield [f"data.{split}", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
 
 

@@ -223,6 +223,12 @@ class PretrainConfig(RunConfig):
         return {**self.data.splits, **self.streams}
 
     @property
+    def row_lengths(self) -> dict[str, int]:
+        """Number of tokens in a row of each of `splits`."""
+        lengths = {key: each.data.sequence_length for each in self.inputs for key in each.streams}
+        return {"data.validation": self.data.sequence_length, **lengths}
+
+    @property
     def longest_row(self) -> int:
         """Number of tokens in the longest row of any phase."""
         return max(each.data.sequence_length for each in self.inputs)

@@ -20,6 +20,7 @@ from biphasic.config.phase_inputs import PhaseInputs, inputs_differ, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.data.streaming import Batch, RowDataset
+from biphasic.data.unpacking import unpacked_elsewhere
 from biphasic.errors import UserError
 
 _BATCHES_AHEAD = 50
@@ -174,7 +175,8 @@ class TrainingBatches(Callback):
         own = self._inputs[source]
         is_over = all(each.source != source for each in self._inputs[phase:])
         if own.data.drop_cache and is_over and dist.get_local_rank() == 0:
-            for stream in own.streams.values():
+            for key, stream in own.streams.items():
+                stream = unpacked_elsewhere(key, stream, own.data.cache)
                 if stream.remote is not None:
                     shutil.rmtree(stream.local, ignore_errors=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED, StreamRe
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import INDEX
+from biphasic.data.row_format import stored_row_problems
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.data.unpacking import opened_splits
 from biphasic.errors import UserError
 from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
@@ -21,11 +25,15 @@ _MAX_UNUSED = 0.1
 
 @dataclass
 class RowChecks:
-    """What a plan reports about rows and tokenizer: what stops the run, what has to be made first, and likely mistakes."""
+    """What a plan reports about rows and tokenizer: what stops the run, what has to be made first, and likely mistakes.
+
+    `vocab_size` is the tokenizer's, if that is a local folder.
+    """
 
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    vocab_size: int | None = field(default=None, compare=False)
 
 
 def row_problems(
@@ -33,7 +41,7 @@ def row_problems(
 ) -> list[str]:
     """Return why the run can't read the rows of conversions: another tokenizer (unless None) or sequence length."""
     problems = []
-    lengths = {key: each.data.sequence_length for each in config.inputs for key in each.streams}
+    lengths = config.row_lengths
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]
         if tokenizer is not None and sha256 != tokenizer.sha256:
@@ -48,6 +56,23 @@ def row_problems(
                 f"sequence_length: {length}"
             )
     return problems
+
+
+def bos_warning(place: str, conversions: Mapping[str, StreamRecord]) -> str | None:
+    """Return a warning if the tokenizer of `init_from` puts BOS before each text, and converted rows have none."""
+    without = [each.folder for each in conversions.values() if not each.record.get("config", {}).get("add_bos")]
+    is_checkpoint = Path(place).is_file() or Path(place, ".metadata").is_file()
+    if not without or is_checkpoint:  # which continues on rows such as its own
+        return None
+    with suppress(UserError):
+        tokenizer = load_tokenizer(place)
+        if tokenizer.puts_bos:
+            name = tokenizer.tokenizer.id_to_token(tokenizer.require("bos"))
+            return (
+                f"model.init_from {place}: its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} "
+                "have none: if the model was trained with it, convert the text with add_bos=true"
+            )
+    return None
 
 
 def check_rows(config: PretrainConfig) -> RowChecks:
@@ -84,6 +109,11 @@ def check_rows(config: PretrainConfig) -> RowChecks:
         key: stream for key, stream in read_conversions(config.streams).items() if "tokenizer" in stream.record
     }
     checks.problems += row_problems(config, conversions, tokenizer)
+    if source is not None and is_folder(source) and (warning := bos_warning(source, conversions)):
+        checks.warnings.append(warning)
+    checks.vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    checks.warnings += opened_splits(config)[1]
+    checks.problems += stored_row_problems(config.splits, config.row_lengths, checks.vocab_size, first_shards=False)
     architecture = architecture_of(config.model)
     sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
     sizes += [] if tokenizer is None else [tokenizer.vocab_size]

@@ -9,10 +9,23 @@ from typing import Any
 import numpy as np
 
 from biphasic.data.tokenizer import Tokenizer
+from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
 
 StoredRow = dict[str, np.ndarray]
 INDEX = "index.json"
+
+
+class ShardError(UserError):
+    """A shard can't be used. This can happen on any rank and in the middle of a run.
+
+    Its message stays one line, although PyTorch rebuilds a loader process's error from its traceback.
+    """
+
+    def __init__(self, message: str):
+        if "Traceback" in message:
+            message = message.strip().splitlines()[-1].partition("Error: ")[2] or message
+        super().__init__(message)
 
 
 def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, StoredRow]]:
@@ -28,10 +41,15 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
             first += shard["samples"]
 
 
+def read_index(dataset: str) -> dict[str, Any]:
+    """Return the content of a dataset's index, which lists its shards. Raises a UserError if it can't be read."""
+    with user_errors(f"dataset {dataset}: can't be read", ValueError):
+        return json.loads(open_store(dataset).read(INDEX))
+
+
 def row_count(dataset: str) -> int:
     """Return the number of rows in a dataset. Raises a UserError if it can't be read."""
-    with user_errors(f"dataset {dataset}: can't be read", ValueError):
-        return sum(shard["samples"] for shard in json.loads(open_store(dataset).read(INDEX))["shards"])
+    return sum(shard["samples"] for shard in read_index(dataset)["shards"])
 
 
 def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:

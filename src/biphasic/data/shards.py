@@ -13,25 +13,13 @@ from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader, GCSDownloader
 
 from biphasic.config.data import CONVERSION_STARTED, MixedStreamConfig, StreamConfig, split_conversion_path
-from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.data.mds_reader import INDEX, ShardError, shard_file
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
 
 _DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120
 """Number of attempts to download a shard, and the timeout of each in seconds."""
-
-
-class ShardError(UserError):
-    """A shard can't be used. This can happen on any rank and in the middle of a run.
-
-    Its message stays one line, although PyTorch rebuilds a loader process's error from its traceback.
-    """
-
-    def __init__(self, message: str):
-        if "Traceback" in message:
-            message = message.strip().splitlines()[-1].partition("Error: ")[2] or message
-        super().__init__(message)
 
 
 class UnavailableShardError(ShardError, Unavailable):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from time import time_ns
 from typing import Any
 
@@ -17,8 +19,11 @@ from torch.utils.data import DataLoader
 
 from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.loader_signals import handle_loader_signals
-from biphasic.data.shards import ShardError, check_hashes, open_stream
+from biphasic.data.mds_reader import INDEX, ShardError
+from biphasic.data.row_format import row_reader
+from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
+from biphasic.data.unpacking import unpacked_elsewhere
 from biphasic.errors import UserError, is_lost_rank
 from biphasic.limits import require_short_temporary_folder
 from biphasic.storage import first_line, user_error
@@ -139,6 +144,7 @@ def build_loader(
     *,
     train: bool,
     batches: int | None = None,
+    vocab_size: int | None = None,
 ) -> DataLoader[Batch]:
     """Build the data loader for one rank's batches.
 
@@ -149,16 +155,18 @@ def build_loader(
         seed: seed for shuffling.
         train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
         batches: number of global batches that a validation reads, spread over the split. None: all of it.
+        vocab_size: number of tokens in the vocabulary, above all ids of rows. None: not checked.
 
     Raises:
-        UserError: a stream is missing, unfinished or can't be opened, the cache limit is too small, or the path of the
-            temporary folder is too long.
-        ShardError: a shard can't be downloaded or is damaged. Raised while batches are read.
+        UserError: a stream is missing, unfinished or can't be opened, its rows have other columns or another length, the
+            cache limit is too small, or the path of the temporary folder is too long.
+        ShardError: a shard can't be downloaded or is damaged, or a row doesn't fit. Raised while batches are read.
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
     if config.num_workers:
         require_short_temporary_folder()
     wait_for_sizes_of_shared_memory()
+    streams = {key: unpacked_elsewhere(key, stream, config.cache) for key, stream in streams.items()}
     opened = [open_stream(stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
     # Without a remote, the stream's folder holds the data itself, and a cache limit would delete it.
@@ -183,13 +191,18 @@ def build_loader(
     # As if a run on one node were resumed, whose order of rows any number of nodes can read. Otherwise Streaming would
     # start only on multiples and divisors of `num_canonical_nodes`.
     dataset.initial_physical_nodes = 1
-    if not train and (
-        batches is None or dataset.num_samples <= batches * batch_size * dataset._parallel_rank_world.num_ranks
-    ):
-        # With several canonical nodes, Streaming leaves out some rows of a split and repeats others. Their purpose is
-        # only to spread a part of a split's batches over the split.
+    canonical, ranks = config.num_canonical_nodes, dataset._parallel_rank_world.num_ranks
+    if train and dataset.epoch_size < canonical:
+        raise UserError(
+            f"data.num_canonical_nodes: expected at most the number of rows in an epoch of {names}, {dataset.epoch_size:,}; "
+            f"got {canonical}"
+        )
+    # With several canonical nodes, the rows beyond a multiple of them are repeated or left out. Their purpose in a
+    # validation is only to spread a part of a split's batches over the split.
+    in_turn = dataset.num_samples // canonical * canonical
+    if not train and (batches is None or min(in_turn + 1, dataset.num_samples) <= batches * batch_size * ranks):
         dataset.num_canonical_nodes = 1
-    _require_row_length(dataset, streams, config.sequence_length)
+    _set_row_readers(dataset, streams, config.sequence_length, vocab_size)
     if limit is not None:
         _require_room(limit, dataset, config.num_workers)
         dataset.cache_limit = limit
@@ -217,17 +230,17 @@ def build_loader(
     )
 
 
-def _require_row_length(dataset: RowDataset, streams: dict[str, StreamConfig], expected: int) -> None:
-    """Check the row length against the column type of each stream's first shard (`ndarray:uint16:2048`)."""
+def _set_row_readers(
+    dataset: RowDataset, streams: dict[str, StreamConfig], length: int, vocab_size: int | None
+) -> None:
+    """Let the shards of each stream decode rows as its `row_reader` does."""
     for number, (key, stream) in enumerate(streams.items()):
-        shard: Any = dataset.shards[int(dataset.shard_offset_per_stream[number])]
-        encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
-        stored = int(encodings["tokens"].rpartition(":")[2])
-        if stored != expected:
-            raise UserError(
-                f"data.sequence_length is {expected}, but the rows of {key} in {stream.remote or stream.local} have "
-                f"{stored} tokens: they were converted with another sequence_length"
-            )
+        index = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))
+        read, first = row_reader(key, stream, index, length, vocab_size), int(dataset.shard_offset_per_stream[number])
+        shards: list[Any] = dataset.shards[first : first + len(index["shards"])]
+        for shard in shards:
+            decode = shard.decode_sample
+            shard.decode_sample = lambda data, decode=decode, read=read: read(decode(data))
 
 
 def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:

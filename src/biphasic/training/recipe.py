@@ -20,9 +20,11 @@ from biphasic.config.data import read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.batches import TrainingBatches
+from biphasic.data.conversion_checks import bos_warning
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
+from biphasic.data.unpacking import opened_splits
 from biphasic.devices import is_out_of_memory, rank_device
 from biphasic.model.backbone import build_language_model
 from biphasic.model.language_model import LanguageModel
@@ -65,9 +67,16 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     streams = config.streams
     conversions = read_conversions(streams)
     data_record = conversion_record(config, tokenizer, conversions)
+    if config.model.init_from is not None and (warning := bos_warning(config.model.init_from, conversions)):
+        run.say(f"WARNING: {warning}")
     run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
+    for line in opened_splits(config)[1]:
+        run.say(line)
     batches = TrainingBatches(
-        config, lambda own, rows: build_loader(own.data, own.streams, rows, config.seed, train=True)
+        config,
+        lambda own, rows: build_loader(
+            own.data, own.streams, rows, config.seed, train=True, vocab_size=tokenizer.vocab_size
+        ),
     )
     run.check_rows(index_hashes(streams))
     run.check_later_data(stream for key, stream in streams.items() if not key.startswith("data."))
@@ -119,7 +128,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=data_spec(batches),
-        eval_dataloader=_evaluators(config, run),
+        eval_dataloader=_evaluators(config, run, tokenizer.vocab_size),
         max_duration=str(config.max_duration),
         optimizers=optimizer,
         algorithms=algorithms,
@@ -168,13 +177,13 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     return build_language_model(*arguments, on_meta=on_meta), strategy
 
 
-def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
+def _evaluators(config: PretrainConfig, run: Run, vocab_size: int) -> list[Evaluator]:
     """Return an evaluator of the validation split for each objective."""
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
     streams, count = {"data.validation": config.data.validation}, config.evaluation.batches
-    batches = build_loader(config.data, streams, rows, config.seed, train=False, batches=count)
+    batches = build_loader(config.data, streams, rows, config.seed, train=False, batches=count, vocab_size=vocab_size)
     is_due = validation_schedule(config)
 
     def validates(state: State, event: Event) -> bool:
