@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from biphasic.config.model import ModelConfig
@@ -24,6 +25,7 @@ from biphasic.objectives.clm import clm_targets
 from conftest import Write
 from helpers.backbones import TESTED_FAMILIES, backbone
 from helpers.decoders import saved_decoder
+from helpers.exports import export_language_model
 from helpers.tiny import WORDS, config_of, keep_checkpoints_up_to, losses, train, write_tokenizer
 
 DECODERS = [family for family in TESTED_FAMILIES if family not in ("eurobert", "modernbert")]
@@ -150,6 +152,93 @@ def test_unusable_folders_are_errors_of_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{name}: can't be loaded") as caught:
             load_language_model(str(tmp_path / name))
         assert "\n" not in str(caught.value)
+
+
+def change(folder: Path, weights: dict[str, torch.Tensor | None], **config: Any) -> None:
+    """Replace weights (None: remove) and values in config.json of a saved model."""
+    stored = load_file(folder / "model.safetensors") | weights
+    kept = {name: weight for name, weight in stored.items() if weight is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+
+
+HEADS = {"llama": "lm_head.weight", "gemma2": "lm_head.weight", "modernbert": "decoder.weight"}
+HEADS["modernbert-decoder"] = "decoder.weight"
+
+
+@pytest.mark.parametrize("family", list(HEADS))
+def test_a_head_of_its_own_wins_over_a_tied_configuration(
+    family: str, tmp_path: Path, dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is trained and exported untied."""
+    saved_decoder(family, tmp_path / "model")
+    own = torch.randn(WORDS, 32, generator=torch.Generator().manual_seed(1))
+    change(tmp_path / "model", {HEADS[family]: own}, tie_word_embeddings=True)
+    model = load_language_model(str(tmp_path / "model"))
+    assert "tie_word_embeddings is true in its config.json, but its files hold another head: used" in caplog.text
+    export_language_model(model, load_tokenizer(str(dataset / "tokenizer")), tmp_path / "out")
+    for loaded in (model, load_language_model(str(tmp_path / "out"))):
+        assert torch.equal(loaded.lm_head.weight, own)
+        assert not torch.equal(loaded.backbone.get_input_embeddings().weight, own)  # pyright: ignore[reportCallIssue]
+        assert loaded.config.tie_word_embeddings is False
+
+
+def test_a_stored_copy_of_the_embedding_is_tied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_decoder("llama", tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, {"lm_head.weight": embedding.clone()}, tie_word_embeddings=True)
+    model = load_language_model(str(tmp_path))
+    assert model.lm_head.weight is model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
+    assert not caplog.text
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+ABSENT = "its config.json doesn't have, e.g."
+
+
+@pytest.mark.parametrize(
+    ("saved", "weights", "config", "problem"),
+    [
+        ({}, {"lm_head.weight": None}, {}, "lack 1 .*lm_head.weight, that .* set tie_word_embeddings: true there"),
+        (BIASED, {}, dict.fromkeys(BIASED, False), f"14 weights that {ABSENT} model.layers.0.mlp.down_proj.bias"),
+        ({}, {"lm_head.bias": torch.ones(WORDS)}, {}, f"{ABSENT} lm_head.bias"),
+        ({}, {}, {"num_hidden_layers": 1}, f"9 weights that {ABSENT} model.layers.1.* correct num_hidden_layers"),
+        ({}, {}, {"num_hidden_layers": 3}, "lack 9 weights, e.g. model.layers.2.* that its config.json needs"),
+        ({}, {}, {"attention_bias": True}, "lack 8 weights, e.g. .*k_proj.bias, that its config.json needs"),
+        ({}, {}, {"vocab_size": 60}, r"weight has shape \[64, 32\] in its files, but \[60, 32\] by its config.json"),
+    ],
+)
+def test_files_that_the_configuration_doesn_t_describe_are_refused(
+    saved: dict[str, Any], weights: dict[str, Any], config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    """Each was loaded as another network, or has a message about transformers' own options."""
+    saved_decoder("llama", tmp_path, **saved)
+    change(tmp_path, weights, **config)
+    with pytest.raises(UserError, match=problem) as caught:
+        load_language_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:
+    model = saved_decoder("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    file = tmp_path / index["lm_head.weight"]
+    save_file({n: w for n, w in load_file(file).items() if n != "lm_head.weight"}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lack 1 weights"):
+        load_language_model(str(tmp_path))
+
+
+def test_an_exported_encoder_with_more_layers_than_its_configuration_is_refused(tmp_path: Path) -> None:
+    """Fine-tuning and evaluation load it without the head."""
+    saved_decoder("eurobert", tmp_path)
+    write_tokenizer(tmp_path)
+    load_encoder(str(tmp_path))
+    change(tmp_path, {}, num_hidden_layers=1)
+    with pytest.raises(UserError, match=f"9 weights that {ABSENT} "):
+        load_encoder(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ _PAPERS_ROPE_THETA = 250_000.0
 """Default of their configuration class; those that we know of name 10,000."""
 _EUROBERT_CODE = "configuration_eurobert.EuroBertConfig"
 """Configuration class in the config.json of EuroBERT's checkpoints on the hub. transformers 5 has these networks."""
+_HEADS = ("lm_head.weight", "decoder.weight")
 _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 
 
@@ -120,7 +121,7 @@ def load_language_model(
     head_class = AutoModelForMaskedLM if family in ("eurobert", "modernbert") else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
     may_lack = ("lm_head.",) if is_papers(config_content(path, revision)) else ()
-    model = load_network(head_class, path, hf_config, may_lack=may_lack, revision=revision, **options)
+    model = load_network(head_class, path, hf_config, may_lack=may_lack, exact=True, revision=revision, **options)
     lm_head, backbone = model.get_output_embeddings(), model.base_model.get_decoder()
     head = getattr(model, MODERNBERT_HEADS.get(family, ""), None)
     refused = f"model {path}: {family} isn't supported"
@@ -133,8 +134,13 @@ def load_language_model(
         raise UserError(f"{refused}: its head isn't one linear layer" + (f" (it has {others[0]})" if others else ""))
     if lm_head.bias is not None and not has_head_bias(hf_config):
         hf_config.lm_head_bias = backbone.config.lm_head_bias = True
-    if hf_config.tie_word_embeddings:
-        lm_head.weight = backbone.get_input_embeddings().weight
+    embedding = backbone.get_input_embeddings()
+    if hf_config.tie_word_embeddings and torch.equal(lm_head.weight, embedding.weight):
+        lm_head.weight = embedding.weight
+    elif hf_config.tie_word_embeddings:
+        message = "model %s: tie_word_embeddings is true in its config.json, but its files hold another head: used"
+        _log.warning(message, path)
+        hf_config.tie_word_embeddings = backbone.config.tie_word_embeddings = False
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM, longest=sequence_length)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
@@ -227,27 +233,32 @@ def is_papers(content: dict[str, Any]) -> bool:
     return content.get("model_type") == _PAPERS_FAMILY
 
 
-def load_network(auto_class: Any, path: str, config: Any, *, may_lack: tuple[str, ...] = (), **options: Any) -> Any:
+def load_network(
+    auto_class: Any, path: str, config: Any, *, may_lack: tuple[str, ...] = (), exact: bool = False, **options: Any
+) -> Any:
     """Load a network and its weights, in fp32, with one of transformers' Auto classes.
 
     Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights, and for
     those that the files `may_lack`, by the beginnings of their names, which are drawn from N(0, initializer_range^2).
 
     Raises:
-        UserError: the network can't be loaded, or its files lack weights (other than a pooler's).
+        UserError: the network can't be loaded, its files lack weights (other than a pooler's), have weights of other shapes,
+            or with `exact` weights and biases that the network in config.json doesn't use.
     """
     from safetensors import SafetensorError
 
     attention.register()
     try:
         with without_warnings():  # of heads that the class does not have
-            network, info = auto_class.from_pretrained(
-                path, config=config, dtype=torch.float32, output_loading_info=True, **options
-            )
+            options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+            network, info = auto_class.from_pretrained(path, config=config, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
         message = "its family's attention can't be replaced" if unknown else first_line(error)
         raise user_error(f"model {path}: can't be loaded ({message})", error) from None
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        shapes = f"{name} has shape {list(stored)} in its files, but {list(expected)} by its config.json"
+        raise UserError(f"model {path}: can't be loaded ({shapes})")
     generator, missing = torch.Generator().manual_seed(0), list[str]()
     for name in sorted(info["missing_keys"]):
         if name.startswith(may_lack):
@@ -256,10 +267,15 @@ def load_network(auto_class: Any, path: str, config: Any, *, may_lack: tuple[str
         elif not name.startswith("pooler."):
             missing.append(name)
     if missing:
-        raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
-    parts = {name for name, _ in network.named_children()} - {"pooler"}
+        tied = ": if it is the embedding, set tie_word_embeddings: true there" if missing[0] in _HEADS else ""
+        lacking = f"its files lack {len(missing)} weights, e.g. {missing[0]}, that its config.json needs"
+        raise UserError(f"model {path}: {lacking}{tied}")
+    parts = {name for part in (network, network.base_model) for name, _ in part.named_children()} - {"pooler"}
     prefix = f"{network.base_model_prefix}."
     unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]
+    if exact and (trained := [name for name in unused if name.endswith((".weight", ".bias"))]):
+        message = f"its files have {len(trained)} weights that its config.json doesn't have, e.g. {min(trained)}"
+        raise UserError(f"model {path}: {message}: correct num_hidden_layers, attention_bias or mlp_bias there")
     if unused:
         message = "model %s: %d of its weights are not used by the network in config.json, e.g. %s"
         _log.warning(message, path, len(unused), min(unused))

@@ -252,7 +252,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     content = config_content(path, revision)
     if is_decoder_export(content) or is_papers(content) or (config.model_type == "eurobert" and not own_code):
         options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
-        backbone = load_network(AutoModel, path, config, **options)
+        backbone = load_network(AutoModel, path, config, exact=True, **options)
         backbone.get_input_embeddings().padding_idx = None  # as in `LanguageModel`
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
