@@ -20,7 +20,7 @@ from biphasic.conversion import verify as verifying
 from biphasic.conversion.convert import convert
 from biphasic.conversion.packing import mds_columns
 from biphasic.conversion.verify import verify
-from biphasic.data.mds_reader import read_rows, row_as_text, row_count
+from biphasic.data.mds_reader import read_index, read_rows, row_as_text
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from helpers.texts import sentences, write_parquet, write_tokenizer
@@ -48,6 +48,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) 
 @pytest.fixture
 def output(converted: Path, tmp_path: Path) -> Path:
     return shutil.copytree(converted, tmp_path / "out")
+
+
+def row_count(dataset: str) -> int:
+    return sum(shard["samples"] for shard in read_index(dataset)["shards"])
 
 
 def faults(output: Path) -> list[str]:

@@ -15,7 +15,7 @@ from biphasic.storage import first_line, is_folder, is_remote
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that read tokenizer.json as it is. Others may replace its normalizer and pre-tokenizer."""
 _COMPARED_CHARACTERS = 400_000
-_TEXT_CHARACTERS, _SHOWN_TOKENS = 160, 10
+_TEXT_CHARACTERS = 80
 
 
 def require_same_encoding(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
@@ -32,12 +32,10 @@ def require_same_encoding(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
             part = text[start : start + _TEXT_CHARACTERS]
             [ours], theirs = tokenizer.encode([part]), _encode(auto, part)
             if ours != theirs:
-                first = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-                show = slice(max(first - 2, 0), first + _SHOWN_TOKENS)
                 raise UserError(
-                    f"tokenizer {tokenizer.source}: AutoTokenizer ({type(auto).__name__}), with which a model's users encode, "
-                    f"does not do what its tokenizer.json says: of {part!r} it makes … {_shown(auto, theirs[show])}, and "
-                    f"tokenizer.json … {_shown(tokenizer.tokenizer, ours[show])}; name a copy on which both agree: the folder of "
+                    f"tokenizer {tokenizer.source}: AutoTokenizer ({type(auto).__name__}), with which a model's users "
+                    f"encode, does not do what its tokenizer.json says: of {part!r} it makes {_shown(auto, theirs)}, and "
+                    f"tokenizer.json {_shown(tokenizer.tokenizer, ours)}; name a copy on which both agree: the folder of "
                     "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER), or one whose tokenizer_config.json has "
                     "tokenizer_class: PreTrainedTokenizerFast and no settings but the names of special tokens"
                 )
@@ -49,12 +47,9 @@ def require_same_encoding(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
 def _is_plain(tokenizer: Tokenizer) -> bool:
     """Return whether AutoTokenizer certainly reads tokenizer.json as it is."""
     settings, place = tokenizer.settings, tokenizer.source
-    known = {content.content: content for content in tokenizer.tokenizer.get_added_tokens_decoder().values()}
-    others = [
-        name
-        for token in (settings.get("added_tokens_decoder") or {}).values()
-        if (name := token["content"] if isinstance(token, dict) else str(token)) not in known
-    ]
+    listed = (settings.get("added_tokens_decoder") or {}).values()
+    names = {token["content"] if isinstance(token, dict) else str(token) for token in listed}
+    others = names - {token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()}
     has_model = not is_remote(place) and (not is_folder(place) or Path(place, "config.json").is_file())
     return settings.get("tokenizer_class") in _PLAIN_CLASSES and not others and not has_model
 

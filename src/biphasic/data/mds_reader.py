@@ -47,11 +47,6 @@ def read_index(dataset: str) -> dict[str, Any]:
         return json.loads(open_store(dataset).read(INDEX))
 
 
-def row_count(dataset: str) -> int:
-    """Return the number of rows in a dataset. Raises a UserError if it can't be read."""
-    return sum(shard["samples"] for shard in read_index(dataset)["shards"])
-
-
 def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:
     """Return a row's segments as text with special tokens, each below a line with its length."""
     lines, start = [], 0
