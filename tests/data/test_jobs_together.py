@@ -48,7 +48,7 @@ def test_jobs_that_start_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_a_rank_waits_for_the_size_of_shared_memory(tmp_path: Path) -> None:
-    write_rows(tmp_path, 20, seed=1)
+    write_rows(tmp_path, 200, seed=1)
     config = data(local=tmp_path)
     build_loader(config, config.streams, 4, seed=3, train=True)
     # Not a name of Streaming's, which another job's start would remove as stale.
