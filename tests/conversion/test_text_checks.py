@@ -88,6 +88,15 @@ def test_names_of_special_tokens_are_counted(
     assert record["splits"]["train"]["documents"] == 30 + 30  # each name is followed by text
 
 
+def test_names_that_only_the_settings_have_are_counted(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "chat"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {"300": {"content": "<|user|>", **TOKEN, "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    checks = checked(str(folder), "<|user|> reads <|use|>", "<|eos|> rows <|user|>")
+    assert checks["special_names"] == {"<|user|>": 2, "<|eos|>": 1}
+
+
 def test_text_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
     words = of_words(tmp_path / "words", "the reader")
     assert text_warnings(checked(words, "The reader the")) == []

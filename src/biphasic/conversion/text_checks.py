@@ -40,9 +40,12 @@ class TextChecks:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        names = [str(tokenizer.tokenizer.id_to_token(token)) for token in tokenizer.special_ids]
+        names = {str(tokenizer.tokenizer.id_to_token(token)) for token in tokenizer.special_ids}
+        listed = (tokenizer.settings.get("added_tokens_decoder") or {}).values()
+        # tokenizer.json may lack some.
+        names |= {token["content"] for token in listed if isinstance(token, dict) and token.get("special")}
         # Shorter ones, such as `!` where it is the padding, are ordinary text.
-        names = [name for name in names if len(name) >= _SHORTEST_NAME]
+        names = {name for name in names if len(name) >= _SHORTEST_NAME}
         self._beginnings = {name[:2] for name in names}
         self._names = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         self._sampled = 0
