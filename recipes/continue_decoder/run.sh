@@ -19,16 +19,20 @@ run=$name-mlm40-$steps
 data=${BUCKET:-data}/fineweb-edu-$name-$steps
 
 # BOS before each document if the decoder's tokenizer puts it before each text, as Llama's and Gemma's do.
-add_bos=$(python - "$decoder" <<'END'
+bos=()
+puts_bos=$(python - "$decoder" <<'END'
 import sys
 
 from biphasic.data.tokenizer import load_tokenizer
 
-print(str(load_tokenizer(sys.argv[1]).puts_bos).lower())
+print(load_tokenizer(sys.argv[1]).puts_bos)
 END
 )
-biphasic convert recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" add_bos="$add_bos" \
-    max_tokens=$((steps * 2359296))
+if [[ $puts_bos = True ]]; then
+    bos=(add_bos=true)
+fi
+biphasic convert recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" \
+    max_tokens=$((steps * 2359296)) "${bos[@]}"
 composer src/main.py recipes/continue_decoder/pretrain.yaml run_name="$run" model.init_from="$decoder" data.folder="$data" \
     max_duration="${steps}ba" "$@"
 biphasic export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run" --force

@@ -113,7 +113,7 @@ def test_shared_passages_are_those_of_brute_force(folder: Path, words: int) -> N
 
 
 def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from biphasic.data.mds_reader import read_rows, row_count
+    from biphasic.data.mds_reader import read_rows
 
     arguments = ["overlap", str(folder / "out"), "--tasks", str(folder / "tasks/out/it"), f"--cache={folder / 'cache'}"]
     assert main([*arguments, "--examples", "1", f"--out={folder / 'report.json'}"]) == 0
@@ -121,7 +121,7 @@ def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFi
     report = json.loads((folder / "report.json").read_text())
     assert printed.startswith(describe(report, 1)) and "| it     | test       |" in printed
     assert printed.count("consecutive words") == 1 and report["sets"][-1]["found"][0]["passage"] in printed
-    rows = dict(read_rows(str(folder / "out/train"), range(row_count(str(folder / "out/train")))))
+    rows = dict(read_rows(str(folder / "out/train"), range(1000)))
     assert len(rows) > 3
     from biphasic.data.tokenizer import load_tokenizer
 
