@@ -1,0 +1,69 @@
+"""JSON in other layouts than an object in each line: arrays, and objects over several lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from biphasic.conversion.reading import Document, read_documents
+from biphasic.conversion.source_files import DamagedFileError
+from biphasic.conversion.sources import find_files
+from biphasic.errors import UserError
+from helpers.source_files import OPTIONS, documents, read, source
+from helpers.texts import sentences
+
+RECORDS = sentences(250)
+PRETTY = json.dumps(RECORDS, indent=2)
+SPREAD = {
+    "array on one line": json.dumps(RECORDS),
+    "array of lines": "[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]\n\n",
+    "indented array": f"\ufeff{PRETTY}\n",
+    "indented objects": "\n".join(json.dumps(record, indent=2) for record in RECORDS),
+}
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "JSON", "ndjson", "json.gz", "jsonl.zst"])
+@pytest.mark.parametrize("layout", SPREAD)
+def test_json_over_several_lines(layout: str, ending: str, tmp_path: Path) -> None:
+    """Several times the size that is read at once, too."""
+    for repeats in (1, 3):
+        text = SPREAD[layout] if repeats == 1 else json.dumps([{**RECORDS[0], "text": "é" * 2**20}] * repeats)
+        content = text.encode()
+        packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], bytes)(content)
+        (tmp_path / f"a.{ending}").write_bytes(packed)
+        expected = documents(RECORDS) if repeats == 1 else [Document(RECORDS[0]["id"], "é" * 2**20)] * repeats
+        assert read(tmp_path / f"a.{ending}") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"id": "1", "text": "one"}', r"is damaged after object 1 \(the array does not end\)"),
+        ('[{"id": "1", "text": "one"}, {"id": "2", "te', r"is damaged after object 1 \(the array does not end\)"),
+        ('[{"id": "1", "text": "one"}]\n{"id"', r"is damaged after object 1 \(there is more after the array\)"),
+        ('{\n"id": "1", "text": "one"}\nno', r"is damaged after object 1 \(Expecting value"),
+        (
+            '[\n{"id": "1", "text": "one"},\n{"id": "2", "text": "\udce9"}]',
+            r"is damaged after object \d \('utf-8' codec",
+        ),
+    ],
+)
+def test_json_over_several_lines_that_is_damaged(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    [source_file] = find_files(source(file)).files
+    with pytest.raises(DamagedFileError, match=f"^source {file}: {message}"):
+        list(read_documents(source_file, OPTIONS))
+
+
+def test_an_array_of_something_else_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('["one", "two"]')
+    with pytest.raises(
+        UserError, match=rf"^source {file}: is a JSON array of text; expected objects such as \{{\"text\""
+    ):
+        read(file)
