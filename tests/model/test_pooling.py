@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling as ReferencePooling
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig
 
+from biphasic.commands import main
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.evaluation.embedder import EncoderEmbedder
+from biphasic.evaluation.retriever import Retriever
+from biphasic.evaluation.scoring import score
+from biphasic.evaluation.sets import retrieval_task
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
@@ -75,6 +82,10 @@ def averaged(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def change(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**content, **changes}))
+
+
+def rewrite(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new, 1))
 
 
 def embeddings(folder: Path, texts: Sequence[str] = TEXTS, prompt: str = "") -> np.ndarray:
@@ -161,9 +172,7 @@ def test_an_export_s_settings(tmp_path: Path) -> None:
 
 def test_a_folder_without_settings_has_the_defaults(bert: Path) -> None:
     assert read_sentence_settings(str(bert)) == SentenceSettings()
-    encoder = load_encoder(str(bert))
-    assert encoder.pooling == Pooling("mean")
-    encoder.pooling = Pooling("cls")
+    assert load_encoder(str(bert)).pooling == Pooling("mean")
 
 
 def test_lower_case(averaged: Path, tmp_path: Path) -> None:
@@ -213,7 +222,63 @@ def test_similarity(bert: Path, tmp_path: Path, similarity: str) -> None:
     assert read_sentence_settings(str(folder)).similarity == similarity
 
 
-POOLING, ABOUT = "1_Pooling/config.json", "config_sentence_transformers.json"
+@pytest.mark.parametrize("width", [1, 8, 32, 50])
+def test_embeddings_are_truncated(bert: Path, tmp_path: Path, width: int) -> None:
+    """To `truncate_dim` values, after the normalization, which isn't repeated; unless a dimension is asked for."""
+    modules = [ReferencePooling(32, "mean"), Dropout(0.5), Normalize()]
+    folder = written(bert, tmp_path / "model", *modules, truncate_dim=width)
+    encoder = load_encoder(str(folder))
+    embedder = EncoderEmbedder(encoder, "a/b", "")
+    assert (embedder.width, embedder.settings.get("dimension")) == (min(width, 32), width if width < 32 else None)
+    assert close(embedder.embed(TEXTS, lambda _: None), reference(folder))
+    chosen = EncoderEmbedder(encoder, "a/b", "", dimension=5)
+    assert close(chosen.embed(TEXTS, lambda _: None), reference(folder, truncate_dim=5))
+
+
+def test_a_truncated_model_s_scores_and_predictions(bert: Path, tmp_path: Path) -> None:
+    """NDCG@10 equals that of sentence-transformers and mteb, and `predict` writes as many numbers as they do."""
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), truncate_dim=3)
+    documents = {f"d{at}": f"w{at} w{at + 1} w{at % 7 + 20}" for at in range(1, 50)}
+    queries = {f"q{at}": f"w{at + 1} w{at}" for at in range(1, 50)}
+    qrels = {f"q{at}": {f"d{at}": 1} for at in range(1, 50)}
+
+    def ndcg(system: Any) -> float:
+        return score(system, retrieval_task("Set", documents, queries, {"test": qrels}))[0][0].value
+
+    expected = ndcg(SentenceTransformer(str(folder), device="cpu"))
+    assert ndcg(Retriever(EncoderEmbedder(load_encoder(str(folder)), "a/b", "1"))) == pytest.approx(expected, abs=1e-4)
+    change(folder / ABOUT, truncate_dim=None)
+    assert ndcg(Retriever(EncoderEmbedder(load_encoder(str(folder)), "a/b", "2"))) != pytest.approx(expected, abs=1e-3)
+    change(folder / ABOUT, truncate_dim=3)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    assert main(["predict", str(folder), str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "out.parquet")]) == 0
+    vectors = pq.read_table(tmp_path / "out.parquet")["embedding"].to_pylist()
+    assert close(np.array(vectors), reference(folder))
+
+
+def test_a_router_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
+    """Also one of whose routes Biphasic could load."""
+    route = [Transformer(str(bert)), ReferencePooling(32, "mean")]
+    router: Any = Router({"query": route, "document": route})
+    SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(tmp_path))
+    with pytest.raises(UserError, match=r"has a Router, .*: give the folder of one route's Transformer, or use"):
+        load_encoder(str(tmp_path))
+    assert load_encoder(str(tmp_path / "query_0_Transformer")).width == 32
+
+
+def test_settings_by_the_name_of_an_old_version(averaged: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(averaged, tmp_path / "model")
+    (folder / "sentence_bert_config.json").unlink()
+    change(folder / "sentence_xlm-roberta_config.json", max_seq_length=5, do_lower_case=True)
+    assert read_sentence_settings(str(folder)).max_length == 5
+    assert close(embeddings(folder), reference(folder))
+
+
+POOLING, ABOUT, TRANSFORMER = (
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+)
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no pooling file": (
         lambda folder: (folder / POOLING).unlink(),
@@ -252,9 +317,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"names 'web' as its default prompt, but has none",
     ),
     "encoder in another folder": (
-        lambda folder: (folder / "modules.json").write_text(
-            (folder / "modules.json").read_text().replace('"path": ""', '"path": "0_Transformer"')
-        ),
+        lambda folder: rewrite(folder / "modules.json", '"path": ""', '"path": "0_Transformer"'),
         r"modules\.json has Transformer, Pooling; supported are a Transformer in the folder itself",
     ),
     "damaged modules": (lambda folder: (folder / "modules.json").write_text("[{"), r"modules\.json can't be read \("),
@@ -269,6 +332,27 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"modules\.json can't be read \(",
     ),
 }
+# fmt: off
+REFUSED |= {
+    "a class of its own": (
+        lambda folder: rewrite(folder / "modules.json", "sentence_transformers.base", "custom_st"),
+        r"modules\.json has custom_st\.modules\.transformer\.Transformer, Pooling; supported"),
+    "no value": (lambda folder: change(folder / ABOUT, truncate_dim=0), r"has truncate_dim 0; expected a number from 1"),
+    "another kind": (lambda folder: change(folder / ABOUT, model_type="SparseEncoder"), r'model_type "SparseEncoder"'),
+    "another task": (
+        lambda folder: change(folder / TRANSFORMER, transformer_task="fill-mask"),
+        r'sentence_bert_config\.json sets transformer_task to "fill-mask", which .* expected "feature-extraction"'),
+    "another output": (
+        lambda folder: change(folder / TRANSFORMER, modality_config={"text": {"method": "get_text_features"}}),
+        r"sets modality_config to .*get_text_features"),
+    "a length for queries": (
+        lambda folder: change(folder / TRANSFORMER, query_length=4),
+        r"sets query_length to 4, which isn't supported; expected null"),
+    "arguments of the tokenizer": (
+        lambda folder: change(folder / TRANSFORMER, tokenizer_args={"padding_side": "left"}),
+        r'sets tokenizer_args to {"padding_side": "left"}'),
+}
+# fmt: on
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -285,10 +369,23 @@ def test_unsupported_and_damaged_settings_are_refused(averaged: Path, tmp_path: 
         load_encoder(str(folder))
 
 
-def test_a_layer_on_top_is_refused(bert: Path, tmp_path: Path) -> None:
-    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), Dense(32, 8))
-    with pytest.raises(UserError, match=r"its modules\.json has Transformer, Pooling, Dense; supported are"):
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Dense(32, 8), r"its modules\.json has Transformer, Pooling, Dense; supported are"),
+        (Normalize("token_embeddings"), r"2_Normalize/config\.json isn't supported; expected sentence_embedding"),
+    ],
+)
+def test_a_layer_on_top_is_refused(bert: Path, tmp_path: Path, module: Any, message: str) -> None:
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), module)
+    with pytest.raises(UserError, match=message):
         read_sentence_settings(str(folder))
+
+
+def test_arguments_that_change_no_embedding(averaged: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(averaged, tmp_path / "model")
+    change(folder / TRANSFORMER, model_args={"add_pooling_layer": False}, processing_kwargs={})
+    assert close(embeddings(folder), reference(folder))
 
 
 def test_prompts_left_out_of_the_pooling_without_any(bert: Path, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def _embed(path: str, table: Table, prompt: str | None, trusts: bool) -> Iterato
             texts = [before + text for text in titled_texts(columns)]
             for first in range(0, len(texts), _TEXTS_AT_ONCE):
                 embeddings = embedder.embed(texts[first : first + _TEXTS_AT_ONCE], bar.update)
-                vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), encoder.width)
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), embedder.width)
                 yield {"id": ids[first : first + _TEXTS_AT_ONCE], "embedding": vectors}
 
 

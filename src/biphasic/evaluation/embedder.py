@@ -26,11 +26,14 @@ class EncoderEmbedder:
     """Revision of the weights and settings."""
     bf16: bool = False
     dimension: int | None = None
-    """Number of first values of each embedding; None: all."""
+    """Number of first values of each embedding; None: as many as the model's files say (`truncate_dim`), or all."""
 
     def __post_init__(self) -> None:
         self.encoder.backbone.eval()
         self.sentence_settings: SentenceSettings = self.encoder.text_tokenizer.settings
+        truncate_dim = self.sentence_settings.truncate_dim
+        if self.dimension is None and truncate_dim is not None and truncate_dim < self.encoder.width:
+            self.dimension = truncate_dim
         self.width: int = self.dimension or self.encoder.width
         self.device: torch.device = next(self.encoder.backbone.parameters()).device
         """The device of the weights; embeddings are compared on it."""
@@ -38,8 +41,10 @@ class EncoderEmbedder:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything besides the weights that affects an embedding, as JSON types."""
+        settings = asdict(self.sentence_settings)
+        settings.pop("truncate_dim")  # `dimension` has it
         return {
-            **asdict(self.sentence_settings),
+            **settings,
             "pooling": asdict(self.encoder.pooling),
             "max_length": self.encoder.text_tokenizer.max_length,
             "precision": "amp_bf16" if self.bf16 else "fp32",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+from tokenizers.normalizers import Lowercase
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -33,8 +34,12 @@ from biphasic.model.language_model import MODERNBERT_HEADS
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
+from biphasic.storage import is_remote
+from biphasic.storage.hub import why_missing
 
 _log = logging.getLogger(__name__)
+_LOWERCASE = Lowercase()
+"""Lower case as sentence-transformers makes it. Python's also depends on the position of Greek's sigma."""
 _TEXTS_AT_ONCE = 5000
 """Number of texts that are tokenized in one call."""
 _TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
@@ -94,7 +99,7 @@ class TextTokenizer:
         """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
         for portion in _portions(texts, title):
             if self.settings.lowercase:
-                portion = [text.lower() for text in portion]
+                portion = [_LOWERCASE.normalize_str(text) for text in portion]
             for ids in self.tokenizer.encode(portion):
                 yield self.with_special_tokens(ids, max_length)
 
@@ -199,6 +204,16 @@ def trained_text_tokenizer(record: Mapping[str, Any]) -> TextTokenizer:
     return TextTokenizer(tokenizer, longest_row(run), SentenceSettings(), *around)
 
 
+def _load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """Load a model's configuration. A folder without one, of other modules of sentence-transformers, is refused as such."""
+    try:
+        return load_hf_config(path, revision, trust_remote_code)
+    except UserError:
+        if not is_remote(path) and why_missing(path, revision) is None:
+            read_sentence_settings(path, revision)
+        raise
+
+
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`.
 
@@ -208,7 +223,7 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
         return trained_text_tokenizer(read_record(path))
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
-    config = load_hf_config(path, revision, trust_remote_code)
+    config = _load_config(path, revision, trust_remote_code)
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None:
         raise UserError(f"model {path}: {config.model_type} isn't supported: it has no max_position_embeddings")
@@ -244,7 +259,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     """
     if is_checkpoint(path):
         return Encoder(load_language_model(path).backbone, load_text_tokenizer(path))
-    config = load_hf_config(path, revision, trust_remote_code)
+    config = _load_config(path, revision, trust_remote_code)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})

@@ -23,6 +23,21 @@ from biphasic.storage.hub import hub_errors
 from biphasic.storage.paths import UnreachableError
 
 _log = logging.getLogger(__name__)
+_TRANSFORMER_FILES = [
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+"""The names that sentence-transformers has had for the encoder's settings."""
+_ARGUMENTS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
+_HARMLESS_ARGUMENTS = ("trust_remote_code", "add_pooling_layer", "dtype", "torch_dtype", "attn_implementation")
+"""Arguments of transformers that don't change an embedding except by its precision, which Biphasic sets itself."""
+_SUPPORTED_SETTINGS = {
+    "transformer_task": "feature-extraction",
+    "module_output_name": "token_embeddings",
+    "modality_config": {"method": "forward", "method_output_name": "last_hidden_state"},
+    **dict.fromkeys(("processing_kwargs", "query_length", "document_length", "query_expansion", *_ARGUMENTS)),
+}
+"""Settings of the encoder that change embeddings, with the only supported value besides null."""
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
@@ -68,6 +83,7 @@ class SentenceSettings:
         prompts: prompts to put before texts, by role or task.
         default_prompt: name of the prompt for texts that have no other prompt.
         max_length: maximum number of tokens of a text, including special tokens.
+        truncate_dim: number of first values of an embedding that are used.
     """
 
     prompts: dict[str, str] = field(default_factory=dict)
@@ -76,6 +92,7 @@ class SentenceSettings:
     lowercase: bool = False
     pooling: Pooling | None = None
     similarity: Literal["cosine", "dot"] = "cosine"
+    truncate_dim: int | None = None
 
 
 def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSettings:
@@ -85,7 +102,10 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
         UserError: a file is missing or damaged, the files are inconsistent, or a setting isn't supported.
     """
     read = functools.partial(_json, path, revision)
-    content, transformer = read("config_sentence_transformers.json") or {}, read("sentence_bert_config.json") or {}
+    content, modules = read("config_sentence_transformers.json") or {}, read("modules.json")
+    files = _TRANSFORMER_FILES if modules is not None else _TRANSFORMER_FILES[:1]
+    transformer: dict[str, Any] = next(filter(None, map(read, files)), {})
+    _require_supported(path, transformer)
     prompts = {name: text for name, text in (content.get("prompts") or {}).items() if text is not None}
     similarity = content.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
@@ -94,20 +114,50 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
     # sentence-transformers gives every model prompts for queries and documents, empty by default.
     if default not in (None, "query", "document", *prompts):
         raise UserError(f"model {path}: names {default!r} as its default prompt, but has none of that name")
+    if (kind := content.get("model_type") or "SentenceTransformer") != "SentenceTransformer":
+        problem = f"config_sentence_transformers.json has model_type {json.dumps(kind)}"
+        raise UserError(
+            f"model {path}: {problem}; expected an encoder with one vector for a text, a SentenceTransformer"
+        )
+    truncate_dim = content.get("truncate_dim")
+    if truncate_dim is not None and (type(truncate_dim) is not int or truncate_dim < 1):
+        about = "config_sentence_transformers.json has truncate_dim"
+        raise UserError(f"model {path}: {about} {json.dumps(truncate_dim)}; expected a number from 1, or null")
     max_length, lowercase = transformer.get("max_seq_length"), bool(transformer.get("do_lower_case"))
-    return SentenceSettings(prompts, default, max_length, lowercase, _pooling(path, read, prompts), similarity)
+    pooling = None if modules is None else _pooling(path, read, modules, prompts)
+    return SentenceSettings(prompts, default, max_length, lowercase, pooling, similarity, truncate_dim)
 
 
-def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> Pooling | None:
-    modules = read("modules.json")
-    if modules is None:
-        return None
-    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize"} or modules[0].get("path"):
+def _require_supported(path: str, transformer: dict[str, Any]) -> None:
+    """Raise a UserError if the encoder's settings change its input or output in a way that isn't supported."""
+    values = {**transformer, "modality_config": (transformer.get("modality_config") or {}).get("text")}
+    for key in _ARGUMENTS:
+        arguments = transformer.get(key) or {}
+        values[key] = {name: value for name, value in arguments.items() if name not in _HARMLESS_ARGUMENTS}
+    for key, supported in _SUPPORTED_SETTINGS.items():
+        if (value := values.get(key) or None) not in (None, supported):
+            problem = f"sets {key} to {json.dumps(value)}, which isn't supported"
+            raise UserError(f"model {path}: sentence_bert_config.json {problem}; expected {json.dumps(supported)}")
+
+
+def _pooling(path: str, read: Callable[[str], Any], modules: list[dict[str, Any]], prompts: dict[str, str]) -> Pooling:
+    types = [str(module.get("type")) for module in modules]
+    kinds = [name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name for name in types]
+    if "Router" in kinds:
+        raise UserError(
+            f"model {path}: its modules.json has a Router, which runs other modules for queries than for documents; "
+            "expected one encoder: give the folder of one route's Transformer, or use sentence-transformers for both"
+        )
+    if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize", "Dropout"} or modules[0].get("path"):
         raise UserError(
             f"model {path}: its modules.json has {', '.join(kinds)}; supported are a Transformer in the folder itself, "
             "then Pooling, then at most Normalize"
         )
+    for module in modules[2:]:
+        name = f"{module.get('path')}/config.json"
+        inputs = read(name) or {}
+        if {inputs.get("module_input_name"), inputs.get("module_output_name")} - {None, "sentence_embedding"}:
+            raise UserError(f"model {path}: {name} isn't supported; expected sentence_embedding as input and output")
     name = f"{modules[1].get('path') or ''}/config.json".lstrip("/")
     content = read(name)
     if content is None:
