@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mining")
     pairs = [{"q": query, "p": text} for query, text in retrieval_pairs(40, 1)]
     pairs += [{"q": pairs[at]["q"], "p": text} for at, (_, text) in enumerate(retrieval_pairs(2, 2))]
-    documents = [pairs[0]["p"], *(f"{row['p']} {row['p'].split()[0]}" for row in pairs[:20])]
+    documents = [pairs[0]["p"], *(" ".join(row["p"].split()[::-1]) for row in pairs[:20])]
     documents += [text for _, text in retrieval_pairs(30, 3)]
     corpus = [{"_id": f"d{at}", "title": "w9" * (at % 2), "text": text} for at, text in enumerate(documents)]
     task: dict[str, Any] = {
@@ -76,6 +76,12 @@ def content(out: Path) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
+def overlaps(one: str, other: str) -> bool:
+    """Return whether the words of one text occur in a row in the other."""
+    short, long = sorted((text.replace(".", " ").split() for text in (one, other)), key=len)
+    return any(long[at : at + len(short)] == short for at in range(len(long) - len(short) + 1))
+
+
 def reference(folder: Path) -> list[dict[str, Any]]:
     """Return the rows that a search over all texts, each embedded alone, gives."""
     encoder = load_encoder(str(folder / "encoder"))
@@ -95,7 +101,9 @@ def reference(folder: Path) -> list[dict[str, Any]]:
         least = min(scores[at] - abs(scores[at]) * (1 - LIMITS["below"]) for at in positives)
         considered = [at for at in np.argsort(-scores, kind="stable") if scores[at] <= least][: LIMITS["depth"]]
         near = (embeddings @ embeddings[positives].T).max(1) > LIMITS["near_duplicate"]
-        allowed = [at for at in considered if at not in positives and not near[at]]
+        of_query = [documents[at] for at in positives]
+        same = {at for at in considered for text in of_query if overlaps(documents[at], text)}
+        allowed = [at for at in considered if at not in {*positives, *same} and not near[at]]
         chosen = allowed[: LIMITS["count"]]
         for at in positives:
             negatives = [documents[document] for document in chosen]
@@ -114,6 +122,59 @@ def test_negatives_are_those_of_a_brute_force_search(folder: Path) -> None:
         # An untrained encoder gives equal scores to texts with the same words, up to rounding.
         np.testing.assert_allclose(row["scores"], one["scores"], atol=1e-5)
         assert row["negatives"] == one["negatives"]
+
+
+def test_no_query_gets_a_relevant_document(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Positives are known within titled documents, by judgments of any split, and by all pairs of a query."""
+    pairs = [{"q": query, "p": text} for query, text in retrieval_pairs(40, 1)]
+    corpus = [{"_id": f"d{at}", "title": f"W{at}!", "text": row["p"]} for at, row in enumerate(pairs)]
+    # For the first ten queries, an unrelated text is judged relevant, and another is not relevant enough.
+    others = [text for _, text in retrieval_pairs(20, 3)]
+    corpus += [{"_id": f"o{at}", "title": "", "text": text} for at, text in enumerate(others)]
+    judged = {f"q{at}": {f"d{at}": 2, **({f"o{at}": 2, f"o{at + 10}": 1} if at < 10 else {})} for at in range(40)}
+    # The second pair of a query has a positive that isn't in the corpus, and another space in the query.
+    pairs += [{"q": row["q"].replace(" ", "  ", 1), "p": f"{row['p']} w3"} for row in pairs[10:15]]
+    rows = [
+        {"query-id": q, "corpus-id": d, "score": grade} for q, grades in judged.items() for d, grade in grades.items()
+    ]
+    task: dict[str, Any] = {
+        "kind": "retrieval",
+        "train": {"files": [jsonl(tmp_path / "pairs.jsonl", pairs)], "query_column": "q", "positive_column": "p"},
+        "corpus": {"files": [jsonl(tmp_path / "corpus.jsonl", corpus)], "text_columns": ["title", "text"]},
+        "queries": [{"files": [jsonl(tmp_path / "queries.jsonl", [
+            {"_id": f"q{at}", "text": row["q"]} for at, row in enumerate(pairs[:40])])]}],
+        "qrels": {split: {"files": [jsonl(tmp_path / f"{split}.jsonl", part)]}
+                  for split, part in (("train", rows[::2]), ("test", rows[1::2]))},
+        "min_score": 2,
+    }  # fmt: skip
+    prepare_task("it", one_task(tmp_path, task))
+    # By hand: the texts, with their titles, that each query's ids name, and its pairs' positives.
+    text_of = {row["_id"]: ". ".join(filter(None, [row["title"], row["text"]])) for row in corpus}
+    relevant = {row["q"]: {text_of[id] for id, grade in judged[f"q{at}"].items() if grade == 2} | {row["p"]}
+                for at, row in enumerate(pairs[:40])}  # fmt: skip
+    for row in pairs[40:]:
+        relevant[row["q"].replace("  ", " ")].add(row["p"])
+
+    def own(name: str) -> dict[str, set[str]]:
+        limits = {"count": 300, "depth": 300, "below": 1.0, "near_duplicate": 1.0}
+        mine(str(folder / "encoder"), str(tmp_path / "out/it"), str(tmp_path / name), str(tmp_path / "cache"), **limits)
+        result: dict[str, set[str]] = {}
+        for row in rows_of(tmp_path / name, "train"):
+            query = row["query"].replace("  ", " ")
+            result.setdefault(query, set()).update(relevant[query] & {*row["negatives"]})
+            negatives.setdefault(query, set()).update(row["negatives"])
+        return {query: texts for query, texts in result.items() if texts}
+
+    negatives: dict[str, set[str]] = {}
+    assert own("mined") == {}
+    # Documents of the lower grade, and documents of others, are negatives.
+    irrelevant = [text_of[f"o{at + 10}"] in negatives.get(pairs[at]["q"], ()) for at in range(10)]
+    assert any(irrelevant) and min(map(len, negatives.values())) >= 1
+    # Without the check, many would have one.
+    monkeypatch.setattr(mining._Pool, "is_relevant", lambda *_: False)
+    assert len(own("unchecked")) > 20
 
 
 def test_each_limit_leaves_out_documents(folder: Path) -> None:

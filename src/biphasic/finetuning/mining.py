@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +46,57 @@ class _Pool:
     def __init__(self, source: TaskFolder):
         pairs = source.read("train", "pairs")
         tables = ["train", *(["corpus"] if "corpus" in source.record["rows"] else [])]
-        corpus = titled_texts(source.read("corpus", "corpus")) if tables[1:] else []
+        corpus = source.read("corpus", "corpus") if tables[1:] else {"_id": [], "text": []}
+        corpus_texts = titled_texts(corpus)
         self.queries = list(dict.fromkeys(pairs["query"]))
         self.positives = len(set(pairs["positive"]))
-        self.documents = list(dict.fromkeys([*pairs["positive"], *corpus]))
+        self.documents = list(dict.fromkeys([*pairs["positive"], *corpus_texts]))
         self.files = [source.content_hash(table) for table in tables]
-        self.query_of, self.positive_of = (
-            np.array([numbers[text] for text in pairs[column]])
-            for column, texts in (("query", self.queries), ("positive", self.documents))
-            for numbers in [{text: number for number, text in enumerate(texts)}]
+        numbers = {text: number for number, text in enumerate(self.documents)}
+        query_numbers = {text: number for number, text in enumerate(self.queries)}
+        self.query_of = np.array([query_numbers[text] for text in pairs["query"]])
+        self.positive_of = np.array([numbers[text] for text in pairs["positive"]])
+        self.min_score: int = source.record.get("settings", {}).get("min_score", 1)
+        # Copies of a query that differ in whitespace share their relevant documents.
+        self._relevant: dict[str, set[int]] = {" ".join(query.split()): set() for query in self.queries}
+        for query, document in zip(pairs["query"], self.positive_of.tolist(), strict=True):
+            self._relevant[" ".join(query.split())].add(document)
+        texts_of = dict(zip(corpus["_id"], corpus_texts, strict=True))
+        for query, document in _judgments(source, self.min_score):
+            if query in self._relevant and document in texts_of:
+                self._relevant[query].add(numbers[texts_of[document]])
+
+    def is_relevant(self, query: int, document: int) -> bool:
+        """Return whether a document is a positive of the query's pairs, is judged relevant, or has the same text.
+
+        The same text is one whose words contain all words of a relevant document in a row, as with a title before it, or
+        the reverse. Punctuation and case don't count.
+        """
+        relevant = self._relevant[" ".join(self.queries[query].split())]
+        words = _words(self.documents[document])
+        known = (_words(self.documents[each]) for each in relevant)
+        return document in relevant or any(
+            words.strip() and (words in one or one in words) for one in known if one.strip()
         )
+
+
+def _judgments(source: TaskFolder, min_score: int) -> Iterator[tuple[str, str]]:
+    """Yield a query's text, with single spaces, and a document's id for each judgment of at least `min_score`."""
+    if "queries" not in source.record["rows"]:
+        return
+    queries = source.read("queries", "queries")
+    text_of = {id: " ".join(text.split()) for id, text in zip(queries["_id"], queries["text"], strict=True)}
+    for table in (table for table in source.record["rows"] if table.startswith("qrels/")):
+        for query, document, score in zip(*source.read(table, "qrels").values(), strict=True):
+            if score >= min_score and query in text_of:
+                yield text_of[query], document
+
+
+@lru_cache(maxsize=1 << 16)
+def _words(text: str) -> str:
+    """Return the words of a text, each between spaces, for comparison."""
+    words = re.findall(r"\w+", text.casefold())
+    return f" {' '.join(words)} "
 
 
 def mine(
@@ -81,6 +124,7 @@ def mine(
     embedder = _load(model, Path(cache))
     tables = {table: source.content_hash(table) for table in source.record["rows"]}
     settings = {**limits, "model": embedder.revision, "embedding": embedder.settings, "tables": tables}
+    settings["min_score"] = pool.min_score
     settings = json.loads(json.dumps(settings))
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
         print_once(f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}")
@@ -145,11 +189,12 @@ def _mine(
         similar = (cosines > settings["near_duplicate"]) | (found == pool.positive_of[pairs])
         left_out[pool.query_of[pairs[similar]], chosen[similar] % depth] = True
     left_out = np.logical_or.reduce(dist.all_gather_object(left_out))
-    allowed = (positions >= 0) & ~left_out
-    negatives, negative_scores = (
-        [values[query, row][: settings["count"]].tolist() for query, row in enumerate(allowed)]
-        for values in (positions, scores)
-    )
+    negatives, negative_scores = list[list[int]](), list[list[float]]()
+    for query, allowed in enumerate((positions >= 0) & ~left_out):
+        places = (at for at in np.flatnonzero(allowed) if not pool.is_relevant(query, int(positions[query, at])))
+        chosen = list(islice(places, settings["count"]))
+        negatives.append(positions[query, chosen].tolist())
+        negative_scores.append(scores[query, chosen].tolist())
     return pair_scores.tolist(), negatives, negative_scores, int(left_out.sum())
 
 
@@ -177,8 +222,8 @@ def _write(
     counts = [len(negatives[query]) for query in pool.query_of]
     kept = [pair for pair, count in enumerate(counts) if count]
     if not kept:
-        raise UserError(f"{source.path}: no pair gets a negative: all documents are near duplicates of the positives or "
-                        "above the share of their score (--near-duplicate, --below)")  # fmt: skip
+        raise UserError(f"{source.path}: no pair gets a negative: all documents are relevant, near duplicates of the "
+                        "positives or above the share of their score (--near-duplicate, --below)")  # fmt: skip
 
     def row(pair: int) -> dict[str, Any]:
         query = pool.query_of[pair]
