@@ -11,8 +11,8 @@ import pytest
 import zstandard
 from datasets import Dataset, DatasetDict
 
-from biphasic.downstream.formats import as_bio
-from biphasic.downstream.prepare import describe_record, find_problem, prepare_task
+from biphasic.downstream.labels import TagScheme
+from biphasic.downstream.prepare import check_data, describe_record, prepare_task
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 
@@ -59,7 +59,7 @@ def prepared(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) ->
     """The record and the rows of a task with one file."""
     task = {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
     config = one_task(tmp_path, task)
-    assert find_problem("it", config) is None
+    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     return record, rows_of(tmp_path / "out" / "it", "test")
 
@@ -71,7 +71,7 @@ def refused(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> 
     )
     with pytest.raises(UserError) as error:
         prepare_task("it", config)
-    assert find_problem("it", config) == str(error.value)
+    assert check_data("it", config)[0] == str(error.value)
     return str(error.value)
 
 
@@ -129,15 +129,15 @@ def test_labels_of_all_splits_have_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_other_schemes_become_bio(labels: str, bio: str) -> None:
-    assert as_bio(labels.split()) == bio.split()
+    assert TagScheme(labels.split(), "it").to_bio(labels.split()) == bio.split()
 
 
 def test_a_line_with_another_number_of_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "en.conll"
     path.write_text("Ann NNP B-PER\nleft VBD O\nParis B-LOC\n")
     assert refused(tmp_path, TOKENS, path) == (
-        f"{path}:3: has 2 columns; expected 3 columns, as in the first line: a word and its label in each line, such as "
-        "`Paris B-LOC`, and a blank line after each sentence; source.columns names them"
+        f"{path}:3: has 2 columns; expected 3 columns, as in the other lines: a word and its label in each line, such as "
+        "`Paris B-LOC`, and a blank line after each sentence"
     )
 
 
@@ -241,7 +241,7 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
     path.write_text(f"0{separator}a\n")
     source = {"files": {"all": [str(path)]}, "columns": ["label", "number"]}
     from_zero = {**topics, "id_column": None, "source": source, "splits": {"test": "all"}}
-    with pytest.raises(UserError, match="row 1: the label '0' is not one of 4"):
+    with pytest.raises(UserError, match="row 1: the label '0' is not one of 1, 2, 3, 4"):
         prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
@@ -283,7 +283,7 @@ def test_texts_in_a_folder_of_json_are_unchanged(tmp_path: Path, suffix: str) ->
     for name, files in (("all", None), ("one", {"test": [f"te*.{suffix}"]})):
         task = {**TEXT, "source": {"path": str(tmp_path / "set"), "files": files}, "splits": {"test": "test"}}
         config = one_task(tmp_path / name, task)
-        assert find_problem("it", config) is None
+        assert check_data("it", config)[0] is None
         prepare_task("it", config)
         read = rows_of(tmp_path / name / "out" / "it", "test")
         assert [(row["text"], row["label"]) for row in read] == [("2020-01-01", 0), ("2020-01-02", 1)]
@@ -301,7 +301,9 @@ def test_lines_of_json_may_differ(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"sentence": "c", "label": 1, "more": {"x": 1}}]))
     task = {**TEXT, "source": {"files": {"all": [str(path)]}}, "splits": {"test": "all"}}
     record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))
-    assert record["left_out"] == {"test": {"the text is not a string": 2}}
+    assert record["left_out"] == {
+        "test": {"text_column 'sentence' is not text but int": 1, "text_column 'sentence' is empty": 1}
+    }
     assert [(row["text"], row["label"]) for row in rows_of(tmp_path / "out" / "it", "test")] == [
         ("a", 1),
         ("b", 0),
@@ -359,7 +361,7 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:5])).save_to_disk(tmp_path / "saved")
     task = {**TEXT, "source": {"path": str(tmp_path / "saved")}, "splits": {"train": "train", "test": "test"}}
     config = one_task(tmp_path, task)
-    assert find_problem("it", config) is None
+    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     assert record["rows"] == {"validation": 2, "train": 38, "test": 5}
     assert record["warnings"][-1].endswith("of test also occurs in train: scores don't measure generalization")
@@ -386,7 +388,7 @@ def write_beir(folder: Path) -> dict[str, Any]:
 def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
     """A query without a judgment is usually one of another split."""
     config = one_task(tmp_path, write_beir(tmp_path / "beir"))
-    assert find_problem("it", config) is None
+    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     assert record["rows"] == {"queries": 2, "corpus": 4, "qrels/test": 2}
     assert record["left_out"] == {}
@@ -401,12 +403,16 @@ def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_plan_reads_the_first_rows(tmp_path: Path) -> None:
-    """Wrong labels are a problem of the plan if most rows have them."""
-    path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": "good"}] * 200)
+def test_a_plan_applies_the_run_s_rule_to_all_rows_of_a_small_table(tmp_path: Path) -> None:
+    """Of a larger one, it reads the first 10,000 and refuses if most of them are invalid."""
+    rows = [{"sentence": "t", "label": "positive"}] * 199 + [{"sentence": "t", "label": "good"}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
     task = {**TEXT, "source": {"files": {"all": [path]}}, "splits": {"test": "all"}}
-    problem = find_problem("it", one_task(tmp_path, task))
-    assert problem == f"test: 100 of the first 100 rows can't be used: {path}, row 1: the label 'good' is not one of 2"
-    unnamed = {**task, "label_names": None}
-    problem = find_problem("it", one_task(tmp_path, unnamed))
-    assert problem == f"{path}: doesn't name its labels: give label_names, in the order of their numbers"
+    fault = "the label 'good' is not one of negative, positive, nor an index from 0 to 1"
+    assert refused(tmp_path, TEXT, Path(path)) == (
+        f"it: test: 1 of 200 rows can't be used, and max_invalid_share allows 0.10%; the first: {path}, row 200: {fault}"
+    )
+    jsonl(Path(path), rows * 60)
+    assert check_data("it", one_task(tmp_path, task))[0] is None
+    jsonl(Path(path), [rows[-1]] * 12_000)
+    assert "test: 10,000 of 10,000 rows can't be used" in str(check_data("it", one_task(tmp_path, task))[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,10 +67,10 @@ def test_numbers_in_files(tmp_path: Path) -> None:
     record = prepare_task("it", one_task(tmp_path, task))
     assert [row["label"] for row in rows_of(tmp_path / "out" / "it", "train")] == [1.0, 2.5, 3.0]
     assert record["label_names"] is None
-    for wrong in ("no number", "nan", None):
+    for wrong in ("no number", "nan", None, True, 1e39, "1e39", "1_000", [1]):
         jsonl(tmp_path / "train.jsonl", [{"text": "text", "label": wrong}])
-        with pytest.raises(UserError, match=f"the label {wrong!r} is not a finite number"):
-            prepare_task("it", one_task(tmp_path, task, output=str(tmp_path / f"{wrong}")))
+        with pytest.raises(UserError, match=re.escape(f"label_column 'label': {wrong!r} is not a finite")):
+            prepare_task("it", one_task(tmp_path, task, output=str(tmp_path / f"{wrong!r}")))
 
 
 def scores(task: type[Classification], gold: list[Any], predicted: list[Any]) -> dict[str, float]:

@@ -80,7 +80,8 @@ def test_scores_of_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(config, TasksConfig)
     record = prepare_task("mine", config)
     assert record["left_out"]["train"] == {
-        "a score is not a finite number": 2,
+        "a score: None is not a finite number of 32 bits": 1,
+        "a score: nan is not a finite number of 32 bits": 1,
         "the scores are not a list of one for the positive and for each negative": 2,
     }
     rows = pq.read_table(tmp_path / config.output / "mine" / "train.parquet").to_pylist()

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from biphasic.config.tasks import DatasetConfig
-from biphasic.downstream.prepare import find_problem, prepare_task
+from biphasic.downstream.prepare import check_data, prepare_task
 from biphasic.downstream.tables import open_table
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
@@ -77,11 +77,16 @@ LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", 
     [
         (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "the numbers of labels and tokens differ"),
         (TOKENS, GOOD, {"tokens": [], "tags": []}, "there are no tokens"),
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "the label 5 is not one of 5"),
+        (
+            TOKENS,
+            GOOD,
+            {"tokens": ["Ann"], "tags": [5]},
+            "the label 5 is not one of O, B-PER, I-PER, B-LOC, I-LOC, nor an index from 0 to 4",
+        ),
         (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
         (TOKENS, GOOD, {"tokens": ["Ann"], "tags": 1}, f"{TYPE} (TypeError: 'int' object is not iterable)"),
         (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "the answer's text is not at answer_start"),
-        (ASK, ASKED, {**ASKED, "question": None}, "the question is not a string"),
+        (ASK, ASKED, {**ASKED, "question": None}, "question_column 'question' is empty"),
         (
             ASK,
             ASKED,
@@ -94,8 +99,13 @@ LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", 
             {**ASKED, "answers": {"text": ["Ann"], "answer_start": ["7"]}},
             f"{TYPE} (TypeError: '<' not supported between instances of 'str' and 'int')",
         ),
-        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "the label -1 is not one of 2"),
-        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "the text is not a string"),
+        (
+            LABELS,
+            {"text": "t", "label": 0},
+            {"text": "t", "label": -1},
+            "the label -1 is not one of a, b, nor an index from 0 to 1",
+        ),
+        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "text_column 'text' is empty"),
     ],
 )
 def test_invalid_rows_are_left_out(
@@ -117,11 +127,16 @@ def test_invalid_rows_are_left_out(
 @pytest.mark.parametrize(
     ("table", "column", "values", "why"),
     [
-        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: the text is not a string"),
-        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: the text is not a string"),
-        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: the text is not a string"),
-        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: the score is not an integer"),
-        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: the score is not an integer"),
+        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: a query's text is empty"),
+        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: a query's text is not text but int"),
+        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: a document's text is not text but int"),
+        (
+            "qrels",
+            "score",
+            [1, 1, None],
+            "qrels/test: 1 of 3 .*row 3: score_column 'score': None is not a finite number",
+        ),
+        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: score_column 'score': 0.5 is not a whole number"),
     ],
 )
 def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str, values: list[Any], why: str) -> None:
@@ -160,7 +175,7 @@ def test_values_of_unexpected_types_in_retrieval_sets(tmp_path: Path) -> None:
     reasons = {
         table: sorted(reason.partition(" (")[0] for reason in faults) for table, faults in record["left_out"].items()
     }
-    assert reasons == {"train": [TYPE, "the text is not a string"], "qrels/test": [TYPE, TYPE]}
+    assert reasons == {"train": [TYPE, "negatives_column 'hard' is not text but int"], "qrels/test": [TYPE, TYPE]}
 
 
 def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
@@ -202,5 +217,5 @@ def test_unreadable_sources_are_named(tmp_path: Path, source: dict[str, Any], sa
     assert str(caught.value).startswith(says.replace("{tmp}", str(tmp_path)))
     assert len(str(caught.value).splitlines()) == 1
     if "nowhere" not in says:  # the hub is not asked
-        planned = find_problem("it", one_task(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
+        planned = check_data("it", one_task(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))[0]
         assert planned == str(caught.value)

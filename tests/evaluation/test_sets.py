@@ -184,6 +184,15 @@ def test_missing_titles_are_empty(tmp_path: Path) -> None:
     assert split_of(read(folder))["documents"] == {"d1": ("", "a"), "d2": ("", "b"), "d3": ("T", "c")}
 
 
+@pytest.mark.parametrize("score", [True, 1e39, 2**40, 0.5])
+def test_grades_that_are_no_whole_numbers_of_32_bits(tmp_path: Path, score: Any) -> None:
+    folder = write_set(tmp_path / "set")
+    jsonl(folder / "qrels" / "test.jsonl", [{**row, "score": score} for row in QRELS])
+    (folder / "qrels" / "test.tsv").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"test.jsonl: can't be read .score: .* is not a"):
+        read_set(str(folder), "set", "eng-Latn")
+
+
 def test_a_long_line_and_integer_grades_in_floats(tmp_path: Path) -> None:
     long = "wörter " * 400_000
     folder = write_set(tmp_path / "my-set", [{"_id": "d1", "text": long}, {"_id": "d2", "text": "b"}], qrels=[])

@@ -17,6 +17,7 @@ from biphasic.config.base import (
     Section,
     Seed,
     Share,
+    distinct,
     whole,
 )
 
@@ -101,11 +102,29 @@ class ClassificationSet(RegressionSet):
 
     kind: Literal["classification"]  # pyright: ignore[reportIncompatibleVariableOverride]
     label_names: Names | None = None
-    """In the order of the label numbers. Default: the dataset's own names."""
+    """In the order of the label numbers. Default: the dataset's own names, or else all labels that occur, sorted."""
+
+
+class MultiLabelSet(_SupervisedSet):
+    """A dataset with any number of labels for each text or pair of texts."""
+
+    kind: Literal["multi_label"]
+    text_column: str
+    """Column with the text."""
+    text_pair_column: str | None = None
+    """Column with the second text. Null: single texts."""
+    label_column: str = "labels"
+    """Column with the list of a text's labels, numbers or names."""
+    label_separator: str | None = None
+    """Separator of the labels in a text, such as `,` in a CSV file. Null: the column has lists."""
+    label_columns: Annotated[Names, distinct] | None = None
+    """Columns with 0 or 1, one for each label, which they name. Null: `label_column` has them all."""
+    label_names: Names | None = None
+    """In the order of the label numbers. Default: the dataset's own names, or else all labels that occur, sorted."""
 
 
 class TokensSet(_SupervisedSet):
-    """A dataset with a label for each word (BIO)."""
+    """A dataset with a label for each word: BIO, or a scheme that is converted to it (IO, IOB, BIOES, BILOU, `PER-B`)."""
 
     kind: Literal["tokens"]
     tokens_column: str = "tokens"
@@ -113,7 +132,7 @@ class TokensSet(_SupervisedSet):
     labels_column: str
     """Column with a label for each word."""
     label_names: Names | None = None
-    """In the order of the label numbers. Default: the dataset's own names."""
+    """In the order of the label numbers. Default: the dataset's own names, or else all labels that occur."""
 
 
 class QuestionAnsweringSet(_SupervisedSet):
@@ -133,9 +152,9 @@ class PairsConfig(TableConfig):
     query_column: str = "query"
     """Column with the queries' texts."""
     positive_column: str = "positive"
-    """Column with the texts of the relevant documents."""
-    negatives_column: str | None = None
-    """Column with hard negatives: a text or a list of texts."""
+    """Column with the relevant document's text, or with a list of several, which make as many pairs."""
+    negatives_column: str | Names | None = None
+    """Column with hard negatives, a text or a list of texts, or several such columns: `[negative_1, negative_2]`."""
     scores_column: str | None = None
     """Column with a teacher's scores for distillation: a list of numbers, first the positive's, then each negative's."""
 
@@ -194,7 +213,7 @@ class RetrievalSet(_DownstreamSet):
     be compared with results on the complete corpus."""
 
 
-SupervisedSet = ClassificationSet | RegressionSet | TokensSet | QuestionAnsweringSet
+SupervisedSet = ClassificationSet | MultiLabelSet | RegressionSet | TokensSet | QuestionAnsweringSet
 DownstreamSet = Annotated[SupervisedSet | RetrievalSet, Field(discriminator="kind")]
 
 
@@ -230,6 +249,10 @@ class TasksConfig(JobConfig):
                     if dataset.files is not None and split not in dataset.files:
                         given = ", ".join(dataset.files)
                         yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {given})"
+            if isinstance(task, MultiLabelSet) and task.label_columns:
+                fields = ("label_column", "label_separator", "label_names")
+                message = "has no effect with label_columns"
+                yield from task.require_defaults(fields, f"tasks.{name}", [f"tasks.{name}.label_columns"], message)
             if isinstance(task, RetrievalSet):
                 if task.train and task.train.scores_column and not task.train.negatives_column:
                     key = f"tasks.{name}.train"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import partial
 from typing import Any
 
-from biphasic.config.tasks import QrelsConfig, RetrievalSet
+from biphasic.config.tasks import PairsConfig, QrelsConfig, RetrievalSet
+from biphasic.downstream.labels import number, whole_number
 from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow, require_strings
 from biphasic.downstream.writer import TaskWriter
 
@@ -18,11 +18,12 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     Errors are those of `TaskWriter.write`.
     """
     if (train := task.train) is not None:
-        optional = filter(None, [train.negatives_column, train.scores_column])
-        table = writer.table(train, train.split, [train.query_column, train.positive_column, *optional])
-        scored = train.scores_column is not None
-        rows = table.convert(_scored_pair if scored else _pair)
-        writer.write("train", "scored_pairs" if scored else "pairs", rows, len(table))
+        given = train.negatives_column
+        negatives = [given] if isinstance(given, str) else given or []
+        columns = [train.query_column, train.positive_column, *filter(None, [train.scores_column]), *negatives]
+        table = writer.table(train, train.split, columns)
+        rows = table.convert(partial(_pairs, train, negatives))
+        writer.write("train", "pairs" if train.scores_column is None else "scored_pairs", rows, len(table))
 
     judgments: dict[str, list[TableRow | InvalidRow | UnusedRow]] = {}
     for split, config in task.qrels.items():
@@ -43,7 +44,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
             raise UnusedRow("no document is relevant to it" if known else "no judgment in these splits")
         if str(id) in query_ids:
             raise UnusedRow("its id was read before")
-        require_strings("text", text)
+        require_strings("a query's text", text)
         query_ids.add(str(id))
         return [{"_id": str(id), "text": text}]
 
@@ -52,7 +53,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
             raise UnusedRow("no judgment in these splits (judged_only)")
         if str(id) in document_ids:
             raise UnusedRow("its id was read before")
-        require_strings("text", *(text for text in texts if text is not None))  # a null is an empty text
+        require_strings("a document's text", *(text for text in texts if text is not None))  # a null is an empty text
         document_ids.add(str(id))
         return [{"_id": str(id), "title": "", "text": task.corpus.separator.join(filter(None, texts))}]
 
@@ -64,34 +65,40 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
 
     for split, rows in judgments.items():
         checked: list[TableRow | InvalidRow | UnusedRow] = []
-        for number, row in enumerate(rows, start=1):
+        for at, row in enumerate(rows, start=1):
             if isinstance(row, dict):
                 if row["score"] < task.min_score:
                     row = UnusedRow(f"its score is below min_score ({task.min_score})")
                 elif row["query-id"] not in query_ids:
-                    row = InvalidRow("its query is not among the queries", f"qrels of {split}, number {number}")
+                    row = InvalidRow("its query is not among the queries", f"qrels of {split}, number {at}")
                 elif row["corpus-id"] not in document_ids:
-                    row = InvalidRow("its document is not in the corpus", f"qrels of {split}, number {number}")
+                    row = InvalidRow("its document is not in the corpus", f"qrels of {split}, number {at}")
             checked.append(row)
         used = sum(not isinstance(row, UnusedRow) for row in checked)
         writer.write(f"qrels/{split}", "qrels", checked, used)
 
 
-def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
-    """Return a query with one relevant document and its hard negatives, if any: a text or a list of texts."""
-    hard_negatives = [negatives] if isinstance(negatives, str) else negatives or []
-    require_strings("text", query, positive, *hard_negatives)
-    return [{"query": query, "positive": positive, "negatives": hard_negatives}]
-
-
-def _scored_pair(query: Any, positive: Any, negatives: Any, scores: Any) -> list[TableRow]:
-    """Return a pair with a teacher's scores: a list of the positive's, then each negative's."""
-    [pair] = _pair(query, positive, negatives)
-    if not isinstance(scores, list) or len(scores) != 1 + len(pair["negatives"]):
+def _pairs(train: PairsConfig, names: list[str], query: Any, positive: Any, *others: Any) -> list[TableRow]:
+    """Return a pair of a query with each of its relevant documents, with hard negatives and a teacher's scores, if any."""
+    scores, values = (others[0], others[1:]) if train.scores_column else (None, others)
+    negatives = []
+    for name, value in zip(names, values, strict=True):
+        texts = [value] if isinstance(value, str) else value or []
+        require_strings(f"negatives_column {name!r}", *texts)
+        negatives += texts
+    require_strings(f"query_column {train.query_column!r}", query)
+    positives = positive if isinstance(positive, list) else [positive]
+    require_strings(f"positive_column {train.positive_column!r}", *positives)
+    if not positives:
+        raise InvalidRow(f"positive_column {train.positive_column!r} is an empty list")
+    pairs = [{"query": query, "positive": each, "negatives": negatives} for each in positives]
+    if train.scores_column is None:
+        return pairs
+    if len(pairs) > 1:
+        raise InvalidRow(f"positive_column {train.positive_column!r} has several texts; scores_column needs one")
+    if not isinstance(scores, list) or len(scores) != 1 + len(negatives):
         raise InvalidRow("the scores are not a list of one for the positive and for each negative")
-    if not all(isinstance(each, int | float) and math.isfinite(each) for each in scores):
-        raise InvalidRow("a score is not a finite number")
-    return [{**pair, "scores": scores}]
+    return [{**pairs[0], "scores": [number(score, "a score") for score in scores]}]
 
 
 def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:
@@ -101,11 +108,6 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
         digest = hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()
         if (digest[0] < 128) != (config.half == "first"):
             raise UnusedRow("its query is in the other half")
-    try:
-        number = float(score)
-    except (TypeError, ValueError):  # null, a text
-        number = math.nan
-    if not number.is_integer():
-        raise InvalidRow("the score is not an integer")
+    grade = whole_number(score, f"score_column {config.score_column!r}")
     documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
-    return [{"query-id": str(query), "corpus-id": str(document), "score": int(number)} for document in documents]
+    return [{"query-id": str(query), "corpus-id": str(document), "score": grade} for document in documents]

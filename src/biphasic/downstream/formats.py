@@ -1,27 +1,19 @@
-"""Read the file formats in which datasets for token labels and question answering are published, and CSV and TSV.
-
-columns   .conll, .iob2, .iob, .bio: a word and its label in each line, a blank line after each sentence
-SQuAD     .json with {"data": [{"paragraphs": [{"context": …, "qas": […]}]}]}, versions 1.1 and 2.0
-"""
+"""Read CSV and TSV files, and SQuAD's own form: .json with {"data": [{"paragraphs": [{"context": …, "qas": […]}]}]}."""
 
 from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from biphasic.errors import UserError
 from biphasic.storage import filesystem
 
-COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
-COLUMNS_EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
 SQUAD_EXAMPLE = '{"data": [{"paragraphs": [{"context": "…", "qas": [{"id": "…", "question": "…", "answers": […]}]}]}]}'
-_PREFIXES = {"S": "B", "U": "B", "E": "I", "L": "I"}
-"""BIO's prefix for each prefix that only BIOES or BILOU has."""
 
 
 def open_text(file: str) -> io.TextIOBase:
@@ -34,69 +26,24 @@ def open_text(file: str) -> io.TextIOBase:
     return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
 
 
-def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, list[str]]]:
-    """Yield the sentences of a file with a word in each line, as a list for each column.
+def parse_json(text: str) -> Any:
+    """Return the content of JSON text; a ValueError also if an object has a key twice, of which others use the last."""
 
-    Lines that begin with `# ` and have a different number of fields are comments; `-DOCSTART-` lines are left out.
-    Without `names`, `tokens` is the first column and `labels` the last, as in CoNLL-2003; if the first column numbers
-    the words, as in UNER, they are the second and third.
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            raise RepeatedNameError(f"the key {_repeated(name for name, _ in pairs)!r} occurs twice in an object")
+        return content
 
-    Raises:
-        UserError: a line has a different number of fields.
-        UnicodeDecodeError: the file is not UTF-8.
-    """
-    width: int | None = None
-    tabs = False
-    sentence: list[list[str]] = []
-    with open_text(file) as lines:
-        for number, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
-            if not line.strip():
-                if sentence:
-                    yield _sentence(sentence, names)
-                sentence = []
-                continue
-            # The first line that isn't a comment decides whether tabs or spaces separate the fields.
-            tabs = "\t" in line if width is None else tabs
-            fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
-            is_other = len(fields) != width or (not tabs and "\t" in line)
-            if line.startswith("-DOCSTART-") or (line.startswith("# ") and is_other):
-                continue
-            width = width or len(fields)
-            expected = max(width, 2) if names is None else len(names)
-            if not len(fields) == width == expected:
-                as_before = ", as in the first line" if names is None else ""
-                raise UserError(
-                    f"{file}:{number}: has {len(fields)} columns; expected {expected} columns{as_before}: "
-                    f"{COLUMNS_EXAMPLE}; source.columns names them"
-                )
-            sentence.append(fields)
+    return json.loads(text, object_pairs_hook=unique)
 
 
-def _sentence(lines: list[list[str]], names: Sequence[str] | None) -> dict[str, list[str]]:
-    columns = [list(column) for column in zip(*lines, strict=True)]
-    if names is not None:
-        return dict(zip(names, columns, strict=True))
-    if columns[0] == [str(number) for number in range(1, len(lines) + 1)] and len(columns) > 2:
-        return {"tokens": columns[1], "labels": columns[2]}
-    return {"tokens": columns[0], "labels": columns[-1]}
+class RepeatedNameError(ValueError):
+    """Two values of a row have the same name."""
 
 
-def as_bio(labels: list[str]) -> list[str]:
-    """Convert a sentence's labels to BIO from IOB (`B-` only between neighbors of a type), BIOES or BILOU."""
-    converted = [_PREFIXES.get(label[:1], label[:1]) + label[1:] for label in labels]
-    before = ["O", *converted]
-    return [
-        "B" + label[1:] if label[:1] == "I" and previous[2:] != label[2:] else label
-        for previous, label in zip(before, converted, strict=False)
-    ]
-
-
-def bio_names(sentences: Iterable[list[str]]) -> list[str] | None:
-    """Return the names of all labels in BIO: `O`, then by type, `B-` before `I-`. None if these are not BIO labels."""
-    labels = {label for sentence in sentences for label in as_bio(sentence)}
-    if "O" not in labels or any(label != "O" and label[:2] not in ("B-", "I-") for label in labels):
-        return None
-    return sorted(labels, key=lambda label: (label != "O", label[2:], label))
+def _repeated(names: Iterable[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def json_rows(file: str) -> list[dict[str, Any]] | None:
@@ -107,7 +54,9 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
     """
     try:
         with open_text(file) as text:
-            content = json.load(text)
+            content = parse_json(text.read())
+    except RepeatedNameError as error:
+        raise UserError(f"{file}: {error}") from None
     except ValueError:  # lines of JSON
         return None
     if isinstance(content, list):
@@ -129,7 +78,7 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
 
 
 def table_rows(
-    file: str, separator: str, quoted: bool, columns: Sequence[str] | None
+    file: str, separator: str, quoted: bool, columns: Sequence[str] | None, used: Sequence[str]
 ) -> Iterator[dict[str, str | None]]:
     """Yield the rows of a CSV or TSV file. Values are texts; an empty field is None.
 
@@ -137,7 +86,8 @@ def table_rows(
     mark, and fill short rows with nulls.
 
     Raises:
-        UserError: a row is shorter or longer than the first one, or a quotation mark is not closed.
+        UserError: a row is shorter or longer than the first one, a quotation mark is not closed, or two columns have the
+            same name of `used`.
         UnicodeDecodeError: the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
@@ -152,6 +102,8 @@ def table_rows(
                     raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}")
                 if row and columns:
                     yield {name: value or None for name, value in zip(columns, row, strict=True)}
+                if columns is None and row and (name := _repeated(each for each in row if each in used)) is not None:
+                    raise UserError(f"{file}: two columns are named {name!r}: expected one; rename the other")
                 columns, start = columns or row, rows.line_num + 1
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"

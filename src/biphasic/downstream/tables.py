@@ -19,7 +19,8 @@ from pyarrow import parquet
 
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
-from biphasic.downstream.formats import COLUMN_FILES, bio_names, column_rows, json_rows, open_text, table_rows
+from biphasic.downstream.column_files import COLUMN_FILES, column_rows, read_layout
+from biphasic.downstream.formats import json_rows, open_text, parse_json, table_rows
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, glob_pattern, user_errors
@@ -50,9 +51,10 @@ Rows = Iterable[TableRow | InvalidRow | UnusedRow]
 
 
 def require_strings(name: str, *values: Any) -> None:
-    """Raise `InvalidRow` if a value is not a string; `name` describes it."""
-    if not all(isinstance(value, str) for value in values):
-        raise InvalidRow(f"the {name} is not a string")
+    """Raise `InvalidRow` if a value is not a string; `name` describes it, such as `text_column 'sentence'`."""
+    for value in values:
+        if not isinstance(value, str):
+            raise InvalidRow(f"{name} {'is empty' if value is None else f'is not text but {type(value).__name__}'}")
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,9 @@ def _read_files(
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
         quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"
-        read = functools.partial(table_rows, separator=separator, quoted=quoted, columns=config.columns)
+        read = functools.partial(table_rows, separator=separator, quoted=quoted, columns=config.columns, used=columns)
     else:
-        read = functools.partial(column_rows, names=config.columns)
+        read = functools.partial(column_rows, names=config.columns, columns=columns)
     rows = itertools.islice(itertools.chain.from_iterable(map(read, files)), first)
     tables = [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]
     if not tables:
@@ -239,7 +241,7 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     rows: list[TableRow] = []
     for line in filter(str.strip, lines["text"]):
         try:
-            row = json.loads(line.removeprefix("\ufeff"))  # a byte order mark
+            row = parse_json(line.removeprefix("\ufeff"))  # a byte order mark
             if "\\ud" in line.lower():
                 # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
                 row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
@@ -252,14 +254,11 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys([*columns, *itertools.chain(*rows)])}
 
 
-def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
-    """Return the label names in a column of `.conll` files, in all splits; None for other sources."""
-    if config.path is not None:
-        return None
-    files, builder = _local_files(file_patterns(config))
+def column_layouts(config: DatasetConfig, columns: Sequence[str]) -> dict[str, str]:
+    """Return what the columns are of each local file with a word in each line; errors are those of `open_table`."""
+    files, builder = _local_files(file_patterns(config)) if config.path is None else ([], "")
     with user_errors(f"{', '.join(files)}: can't be read", *_UNREADABLE):
-        rows = (row for file in files for row in column_rows(file, config.columns))
-        return bio_names(row[column] for row in rows) if builder == "columns" else None
+        return {file: read_layout(file, config.columns, columns).describe() for file in files if builder == "columns"}
 
 
 def file_patterns(config: DatasetConfig) -> list[str]:

@@ -13,7 +13,8 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from biphasic.config.tasks import DatasetConfig
-from biphasic.downstream.tables import open_table
+from biphasic.downstream.labels import whole_number
+from biphasic.downstream.tables import InvalidRow, open_table
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels
@@ -191,7 +192,7 @@ def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
     rows = open_table(DatasetConfig(files={"": [str(file)]}), "", required).rows
     # An empty field of a TSV file is an empty text.
     absent, parts = "" if file.suffix == ".tsv" else None, [schema.empty_table()]
-    with user_errors(f"{file}: can't be read", pa.ArrowException):
+    with user_errors(f"{file}: can't be read", pa.ArrowException, InvalidRow):
         for batch in rows.iter(_BATCH_ROWS):
             columns = {}
             for field in schema:
@@ -199,9 +200,9 @@ def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
                 values = [absent if value is None else value for value in values]
                 if field.name.endswith("id"):
                     values = [str(value) if isinstance(value, int) else value for value in values]
-                # Grades may be texts (TSV) or 1.0.
-                is_text = field.type == pa.string()
-                columns[field.name] = pa.array(values, field.type) if is_text else pa.array(values).cast(field.type)
+                if field.type == pa.int32():  # grades may be texts (TSV) or 1.0
+                    values = [value if value is None else whole_number(value, "score") for value in values]
+                columns[field.name] = pa.array(values, field.type)
             parts.append(pa.table(columns))
     table = pa.concat_tables(parts)
     for name in required:
