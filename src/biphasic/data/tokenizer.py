@@ -121,12 +121,25 @@ class Tokenizer:
         separator = None if name is None else self.tokenizer.token_to_id(name)
         return next(token_id for token_id in (separator, self.eos_id, self.pad_id) if token_id is not None)
 
+    @property
+    def token_names(self) -> dict[str, str]:
+        """Return the special tokens that the settings or a role name and the vocabulary has, by setting: `unk_token`, …"""
+        named = {key: value for key, value in self.settings.items() if key.endswith("_token")}
+        names = {key: _token_name(value) for key, value in named.items() if isinstance(value, str | dict)}
+        roles = {
+            f"{role}_token": self.tokenizer.id_to_token(id) for role, id in self.role_ids.items() if id is not None
+        }
+        return {
+            key: name
+            for key, name in {**names, **roles}.items()
+            if name and self.tokenizer.token_to_id(name) is not None
+        }
+
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder for `AutoTokenizer` and `load_tokenizer`. Creates the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        ids = {role: token_id for role, token_id in self.role_ids.items() if token_id is not None}
-        names = {f"{role}_token": self.tokenizer.id_to_token(token_id) for role, token_id in ids.items()}
+        names = self.token_names
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **names}
         for file, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", names)):
             text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True)
@@ -240,11 +253,12 @@ def _read(folder: Path, source: str) -> Tokenizer:
     if dropout is not None:
         dropout = round(dropout, 6)  # the library keeps it in fp32
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
+    named = _json(folder / "special_tokens_map.json", source)
     settings = _json(folder / "tokenizer_config.json", source)
-    named = {**_json(folder / "special_tokens_map.json", source), **settings}
+    settings = {**{key: value for key, value in named.items() if key.endswith("_token")}, **settings}
     ids: dict[str, int | None] = {}
     for role in _ROLES:
-        name = _token_name(named.get(f"{role}_token") or named.get(_SUBSTITUTES.get(role, "")))
+        name = _token_name(settings.get(f"{role}_token") or settings.get(_SUBSTITUTES.get(role, "")))
         ids[role] = None if name is None else tokenizer.token_to_id(name)
         if name is not None and ids[role] is None:
             message = f"names {name!r} as its {role} token, but its vocabulary has no such token"

@@ -19,6 +19,7 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
 from biphasic.export.formats import Format, Kind, add_older_keys
+from biphasic.export.tokenizer_class import keep_encoding
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
@@ -169,8 +170,9 @@ def write_folder(
     settings = replace(settings, max_length=settings.max_length or config.max_position_embeddings)
     config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
 
-    # Replaces the original tokenizer's settings, such as its class, beginning-of-text token, path and chat template.
+    # Replaces the original tokenizer's settings, such as its class, added tokens, path and chat template.
     tokenizer_settings = {
+        **tokenizer.token_names,
         "model_max_length": settings.max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
@@ -185,6 +187,7 @@ def write_folder(
         replace(tokenizer, settings=tokenizer_settings).save(folder)
         if not keep_special_tokens and not fmt.keeps_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
+        keep_encoding(folder)
         write_shared_files(folder, config.hidden_size, settings, card, head, source)
 
     write_atomically(out, fill)
