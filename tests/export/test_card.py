@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import ruamel.yaml
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
@@ -13,7 +14,7 @@ from huggingface_hub.repocard import metadata_load
 from biphasic.config.finetune import ClassificationConfig, TokensConfig
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
-from biphasic.export.folder import hub_id, parse_card
+from biphasic.export.folder import hub_id, parse_card, read_card, write_card
 
 
 def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
@@ -156,12 +157,12 @@ def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
         ("---\nlicense: [a\n---\n", "would refuse its metadata: while parsing"),
         ("---\n- a\n---\n", "metadata block should be a dict"),
         ("---\nlicense: Apache 2\n---\n", "license 'Apache 2'"),
-        ("---\nlicense: 3\n---\n", "license 3 is not one of its identifiers"),
-        ("---\nlanguage: no\n---\n", "language False is not"),  # YAML's no is false, and not Norwegian
+        ("---\nlicense: {a: b}\n---\n", "license {'a': 'b'} is not one of its identifiers"),
+        ("---\nlanguage: [False]\n---\n", "language 'False' is not"),
         ("---\nlanguage: [english]\n---\n", "'english' is not an ISO 639 code"),
         ("---\ndatasets: [a/b/c]\n---\n", "datasets 'a/b/c' is not an id on the hub"),
         ("---\nbase_model: my model\n---\n", "base_model 'my model' is not an id"),
-        ("---\ntags: [1]\n---\n", "tags 1 is not a word"),
+        ("---\ntags: [[a]]\n---\n", r"tags \['a'\] is not a word"),
         ("---\nmodel-index: [{name: m}]\n---\n", "results"),
         ("---\nmodel-index: [{name: m, results: [{task: {type: t}, dataset: {name: n}, metrics: []}]}]\n---\n", "type"),
     ],
@@ -170,6 +171,55 @@ def test_metadata_that_the_hub_would_refuse(card: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_card(card)
     assert "\n" not in str(caught.value)
+
+
+WRITTEN = """---
+language: no
+license: 010
+datasets: [on, 1e3, 1.5e3, '2e3', org/0x1F, 2024-01-01]
+tags:
+- 12
+- yes
+inference: false
+extra: 010
+model-index:
+- name: no
+  results:
+  - task: {type: Retrieval}
+    dataset: {type: org/x, name: 007, config: off, split: no}
+    metrics: [{type: ndcg_at_10, value: 1.0e-05}]
+---
+
+# no
+
+```yaml
+eps: 1e8
+```
+"""
+"""A card as a person writes it."""
+
+
+def test_words_that_yaml_takes_for_something_else_stay_words(tmp_path: Path) -> None:
+    """When read, written, and read by the hub, whose YAML is version 1.2."""
+    datasets = ["on", "1e3", "1.5e3", "2e3", "org/0x1F", "2024-01-01"]
+    (tmp_path / "biphasic.json").write_text("{}")
+    (tmp_path / "README.md").write_text(WRITTEN)
+    for _ in range(2):
+        card = read_card(tmp_path)
+        data: Any = card.data
+        assert (data.language, data.license, data.tags) == ("no", "010", ["12", "yes"])
+        assert (data.datasets, data.model_name) == (datasets, "no")
+        [result] = data.eval_results or []
+        shown = result.dataset_name, result.dataset_config, result.dataset_split, result.metric_value
+        assert shown == ("007", "off", "no", 1e-5)
+        assert (data.inference, data.extra) == (False, 8)
+        write_card(tmp_path, card)
+    text = (tmp_path / "README.md").read_text()
+    content: Any = ruamel.yaml.YAML(typ="safe", pure=True).load(text.split("---\n")[1])  # YAML 1.2
+    assert (content["language"], content["license"], content["datasets"]) == ("no", "010", datasets)
+    assert content["model-index"][0]["results"][0]["metrics"][0]["value"] == 1e-5
+    assert "language: 'no'\n" in text and "- '1e3'\n" in text
+    assert text.endswith("# no\n\n```yaml\neps: 1e8\n```\n")
 
 
 def test_a_card_that_would_be_refused_is_not_made(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

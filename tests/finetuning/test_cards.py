@@ -96,13 +96,8 @@ def write_model(family: str, folder: Path) -> Path:
     """Write an untrained model in the hub's format."""
     torch.manual_seed(0)
     folder.mkdir()
-    grouped: dict[str, Any] = {
-        **SIZES,
-        "num_key_value_heads": 2,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    grouped: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None,
+                               "eos_token_id": None}  # fmt: skip
     if family == "llama":
         byte_level_tokenizer(folder, special_tokens=False)
         backbone = from_hf_config(LlamaConfig(**grouped), 0).backbone
@@ -194,6 +189,13 @@ def sets(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def predict(model: Path, lines: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what `biphasic predict` writes for the lines."""
+    (folder / "texts.jsonl").write_text(lines)
+    assert main(["predict", str(model), str(folder / "texts.jsonl"), "--out", str(folder / "out.jsonl")]) == 0
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("template", ["{text}", "Premise: {text}\nHypothesis: {text_pair}"])
 def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) -> None:
@@ -210,6 +212,15 @@ def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) ->
         text = template.format(**rows[row])
         if "text_pair" not in template:
             assert variables["text"] == text
+        else:
+            # The code's own pair, as it is, gives what `biphasic predict` gives for its two texts.
+            own = {"text": EXAMPLES["classification"], "text_pair": "Somebody makes music."}
+            variables = tuned.run_code()
+            assert variables["text"] == template.format(**own)
+            [predicted] = predict(tuned.folder, json.dumps(own), tmp_path)
+            [result] = variables["classify"](variables["text"], truncation=True)
+            assert predicted["predicted"] == result["label"]
+            assert predicted["score"] == pytest.approx(result["score"], abs=1e-5)
         [result] = classify(text, truncation=True)
         scores = softmax(tuned.logits()[row])
         assert result["label"] == ["negative", "positive"][scores.argmax()]
@@ -275,9 +286,8 @@ def test_a_token_classifier(family: str, sets: Path, tmp_path: Path) -> None:
         seen |= set(labels)
         variables = tuned.run_code(tokens=text)
         if "entities" in variables:
-            found = [
-                (group["entity_group"], text[group["start"] : group["end"]].strip()) for group in variables["entities"]
-            ]
+            groups = variables["entities"]
+            found = [(group["entity_group"], text[group["start"] : group["end"]].strip()) for group in groups]
             expected = list(entities(words, labels))
             assert [kind for kind, _ in found] == [kind for kind, _ in expected]
             # The last one may be cut, because a text has at most 40 tokens.
@@ -308,17 +318,24 @@ def test_an_embedding_model(family: str, sets: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "tag"),
+    ("name", "family", "tag", "line"),
     [
-        ("squad", "llama", "question-answering"),
-        ("squad", "bert", "question-answering"),
-        ("sst2", "bert", "text-classification"),
-        ("conll2003", "modernbert", "token-classification"),
+        ("squad", "llama", "question-answering", '{"question": "…", "context": "…"}'),
+        ("squad", "bert", "question-answering", '{"question": "…", "context": "…"}'),
+        ("sst2", "bert", "text-classification", '{"text": "…"}'),
+        ("sst2 pairs", "bert", "text-classification", '{"text": "…", "text_pair": "…"}'),
+        ("conll2003", "modernbert", "token-classification", '{"tokens": ["…", "…"]}'),
     ],
 )
-def test_a_model_that_transformers_can_not_run(name: str, family: str, tag: str, sets: Path, tmp_path: Path) -> None:
-    """No code that would drop the trained head: the card names `biphasic predict`."""
-    tuned = finetune(name, family, sets, tmp_path, max_duration="2ba")
+def test_a_model_that_transformers_can_not_run(
+    name: str, family: str, tag: str, line: str, sets: Path, tmp_path: Path
+) -> None:
+    """No code that would drop the trained head: the card names `biphasic predict`, and a line that it takes."""
+    name, *pairs = name.split()
+    pair_text = {"task__text": "A: {text} B: {text_pair}"} if pairs else {}
+    tuned = finetune(name, family, sets, tmp_path, max_duration="2ba", **pair_text)
+    assert f"`{line}`" in tuned.card.text
+    assert len(predict(tuned.folder, line, tmp_path)) == 1
     assert tuned.card.data.pipeline_tag == tag
     assert "```python" not in tuned.card.text
     assert "biphasic predict MODEL" in tuned.card.text

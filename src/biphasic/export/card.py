@@ -14,7 +14,7 @@ from jinja2 import Template
 from biphasic.config.durations import BatchShape
 from biphasic.config.model_names import model_name
 from biphasic.config.phase_inputs import longest_row, recorded_shapes
-from biphasic.export.folder import hub_id, parse_card
+from biphasic.export.folder import hub_id, parse_card, quote_numbers
 
 _CARD = Template(
     Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"),
@@ -116,6 +116,7 @@ def finetuned_card(
         template = json.dumps(task.text, ensure_ascii=False)
         values["text"] = texts["text"] if task.text == "{text}" else f"{template}.format({arguments})"
         values["text"] += ".lower()" if lowercase else ""
+        values["is_pair"] = "{text_pair}" in task.text
     values["labels_all"] = task.kind == "tokens" and task.labelled == "all"
     values |= {"family": family, "has_code": has_code, "rows": rows, "length": f"{max_length:,}"}
     return _card(task.kind, name, rows.get("From"), metadata, **values)
@@ -138,7 +139,8 @@ def _card(kind: str, name: str, trained_from: str | None, metadata: dict[str, An
     if data["pipeline_tag"] in ("feature-extraction", "sentence-similarity"):
         data["tags"].append("sentence-transformers")
     values |= {"kind": kind, "name": name, "trained_from": trained_from, "base": base}
-    text = re.sub(r"://[^/\s@]+@", "://", _CARD.render(metadata=ModelCardData(**data).to_yaml(), **values))
+    text = quote_numbers(_CARD.render(metadata=ModelCardData(**data).to_yaml(), **values))
+    text = re.sub(r"://[^/\s@]+@", "://", text)
     parse_card(text)
     return text
 

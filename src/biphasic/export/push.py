@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from biphasic.errors import UserError
-from biphasic.export.folder import CARD_FILE, read_card
+from biphasic.export.folder import CARD_FILE, quote_numbers, read_card
 
 _EXCLUDED = (".*", "*.partial", "*.tmp", "*.lock", "*.incomplete", "__pycache__", "*.pyc", "*~")
 """Patterns for files and folders that are not part of an export."""
@@ -37,7 +37,10 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     require_repo(repo)
     card = read_card(folder)
     # upload_folder can't upload a card that differs from the folder's, so the commit is put together here.
-    contents: dict[str, Path | bytes] = {**files_of(folder), CARD_FILE: _with_repo(str(card), repo, revision).encode()}
+    contents: dict[str, Path | bytes] = {
+        **files_of(folder),
+        CARD_FILE: _with_repo(quote_numbers(str(card)), repo, revision).encode(),
+    }
     if dry_run:
         sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
         for name, size in sizes.items():
