@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mteb
+import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import Dataset
+from mteb.abstasks import AbsTaskRetrieval
 from transformers import LlamaConfig
 
 from biphasic.data.tokenizer import load_tokenizer
@@ -126,6 +131,33 @@ def assert_trained(model: Any, export: Path) -> None:
         torch.testing.assert_close(after, before, atol=0.05, rtol=0)
 
 
+class PairsOfMteb(AbsTaskRetrieval):
+    """A prepared set as a task of mteb, without Biphasic's code."""
+
+    metadata = mteb.get_task("SciFact").metadata.model_copy(update={"name": "Own", "eval_splits": ["test"]})
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        tables = {name: pq.read_table(folder / f"{name}.parquet") for name in ("corpus", "queries", "qrels/test")}
+        texts = {name: Dataset(tables[name].rename_columns(["id", "text"])) for name in ("corpus", "queries")}
+        judged = {row["query-id"]: {row["corpus-id"]: row["score"]} for row in tables["qrels/test"].to_pylist()}
+        self.dataset: Any = {"default": {"test": {**texts, "relevant_docs": judged, "top_ranked": None}}}
+        self.data_loaded = True
+
+
+def by_the_definition(model: Any, pairs: Path) -> float:
+    """NDCG@10 with one relevant document for a query, of MaxSim: the sum of each query token's largest dot product."""
+    tables = [pq.read_table(pairs / f"{name}.parquet") for name in ("queries", "corpus")]
+    queries, documents = (table["text"].to_pylist() for table in tables)
+    query_vectors, document_vectors = model.encode_query(queries), model.encode_document(documents)
+    gains = []
+    for at, query in enumerate(query_vectors):
+        scores = torch.stack([(query @ document.T).amax(1).sum() for document in document_vectors])
+        rank = int((scores > scores[at]).sum()) + 1
+        gains.append(1 / math.log2(rank + 1) if rank <= 10 else 0.0)
+    return sum(gains) / len(gains)
+
+
 @pytest.mark.parametrize("recipe", ["late_interaction"], indirect=True)
 def test_late_interaction(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, tmp_path: Path) -> None:
     from sentence_transformers import MultiVectorEncoder
@@ -137,7 +169,13 @@ def test_late_interaction(recipe: ModuleType, export: Path, pairs: Path, ranking
     vectors = model.encode_document(["w1 w2 w3", "w1 w2 w3 w4 w5 w6 w7"])
     assert [tuple(each.shape) for each in vectors] == [(3, 128), (5, 128)]
     torch.testing.assert_close(vectors[0].norm(dim=1), torch.ones(3))
-    assert scored(model, pairs) == pytest.approx(scores["system"]["ndcg_at_10"], abs=1e-5)
+    # mteb alone with the saved folder, and the definition, give the recipe's score.
+    result = mteb.evaluate(model, PairsOfMteb(pairs), cache=None, co2_tracker=False, overwrite_strategy="always")
+    assert result.task_results[0].scores["test"][0]["ndcg_at_10"] == pytest.approx(
+        scores["system"]["ndcg_at_10"],
+        abs=1e-5,  # mteb rounds
+    )
+    assert by_the_definition(model, pairs) == pytest.approx(scores["system"]["ndcg_at_10"], abs=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["sparse"], indirect=True)
