@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,56 +47,45 @@ class _Pool:
         pairs = source.read("train", "pairs")
         tables = ["train", *(["corpus"] if "corpus" in source.record["rows"] else [])]
         corpus = source.read("corpus", "corpus") if tables[1:] else {"_id": [], "text": []}
-        corpus_texts = titled_texts(corpus)
+        texts = titled_texts(corpus)
         self.queries = list(dict.fromkeys(pairs["query"]))
         self.positives = len(set(pairs["positive"]))
-        self.documents = list(dict.fromkeys([*pairs["positive"], *corpus_texts]))
+        self.documents = list(dict.fromkeys([*pairs["positive"], *texts]))
         self.files = [source.content_hash(table) for table in tables]
-        numbers = {text: number for number, text in enumerate(self.documents)}
-        query_numbers = {text: number for number, text in enumerate(self.queries)}
-        self.query_of = np.array([query_numbers[text] for text in pairs["query"]])
-        self.positive_of = np.array([numbers[text] for text in pairs["positive"]])
-        self.min_score: int = source.record.get("settings", {}).get("min_score", 1)
-        # Copies of a query that differ in whitespace share their relevant documents.
-        self._relevant: dict[str, set[int]] = {" ".join(query.split()): set() for query in self.queries}
-        for query, document in zip(pairs["query"], self.positive_of.tolist(), strict=True):
-            self._relevant[" ".join(query.split())].add(document)
-        texts_of = dict(zip(corpus["_id"], corpus_texts, strict=True))
-        for query, document in _judgments(source, self.min_score):
-            if query in self._relevant and document in texts_of:
-                self._relevant[query].add(numbers[texts_of[document]])
+        self.query_of, self.positive_of = (
+            np.array([numbers[text] for text in pairs[column]])
+            for column, texts in (("query", self.queries), ("positive", self.documents))
+            for numbers in [{text: number for number, text in enumerate(texts)}]
+        )
+        self._relevant: dict[str, set[str]] = {}
+        judged = _judged_texts(source, dict(zip(corpus["_id"], texts, strict=True)))
+        for query, document in chain(zip(pairs["query"], pairs["positive"], strict=True), judged):
+            self._relevant.setdefault(" ".join(query.split()), set()).add(document)
 
     def is_relevant(self, query: int, document: int) -> bool:
-        """Return whether a document is a positive of the query's pairs, is judged relevant, or has the same text.
-
-        The same text is one whose words contain all words of a relevant document in a row, as with a title before it, or
-        the reverse. Punctuation and case don't count.
-        """
-        relevant = self._relevant[" ".join(self.queries[query].split())]
-        words = _words(self.documents[document])
-        known = (_words(self.documents[each]) for each in relevant)
-        return document in relevant or any(
-            words.strip() and (words in one or one in words) for one in known if one.strip()
-        )
+        """Return whether a document is relevant to a query, or its words contain those of one that is, or the reverse."""
+        text, relevant = self.documents[document], self._relevant[" ".join(self.queries[query].split())]
+        words, others = _words(text), filter(str.strip, map(_words, relevant))
+        return text in relevant or any(words.strip() and (words in other or other in words) for other in others)
 
 
-def _judgments(source: TaskFolder, min_score: int) -> Iterator[tuple[str, str]]:
-    """Yield a query's text, with single spaces, and a document's id for each judgment of at least `min_score`."""
-    if "queries" not in source.record["rows"]:
-        return
-    queries = source.read("queries", "queries")
-    text_of = {id: " ".join(text.split()) for id, text in zip(queries["_id"], queries["text"], strict=True)}
-    for table in (table for table in source.record["rows"] if table.startswith("qrels/")):
-        for query, document, score in zip(*source.read(table, "qrels").values(), strict=True):
-            if score >= min_score and query in text_of:
-                yield text_of[query], document
+def _judged_texts(source: TaskFolder, documents: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the texts of each query and document that a judgment of at least the set's `min_score` names."""
+    tables = [table for table in source.record["rows"] if table.startswith("qrels/")]
+    queries = source.read("queries", "queries") if tables else {"_id": [], "text": []}
+    query_texts = dict(zip(queries["_id"], queries["text"], strict=True))
+    min_score = source.record.get("settings", {}).get("min_score", 1)
+    for query, document, score in chain.from_iterable(
+        zip(*source.read(t, "qrels").values(), strict=True) for t in tables
+    ):
+        if score >= min_score and query in query_texts and document in documents:
+            yield query_texts[query], documents[document]
 
 
 @lru_cache(maxsize=1 << 16)
 def _words(text: str) -> str:
     """Return the words of a text, each between spaces, for comparison."""
-    words = re.findall(r"\w+", text.casefold())
-    return f" {' '.join(words)} "
+    return " ".join(["", *re.findall(r"\w+", text.casefold()), ""])
 
 
 def mine(
@@ -124,7 +113,6 @@ def mine(
     embedder = _load(model, Path(cache))
     tables = {table: source.content_hash(table) for table in source.record["rows"]}
     settings = {**limits, "model": embedder.revision, "embedding": embedder.settings, "tables": tables}
-    settings["min_score"] = pool.min_score
     settings = json.loads(json.dumps(settings))
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
         print_once(f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}")
