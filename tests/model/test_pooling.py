@@ -338,7 +338,6 @@ REFUSED |= {
         lambda folder: rewrite(folder / "modules.json", "sentence_transformers.base", "custom_st"),
         r"modules\.json has custom_st\.modules\.transformer\.Transformer, Pooling; supported"),
     "no value": (lambda folder: change(folder / ABOUT, truncate_dim=0), r"has truncate_dim 0; expected a number from 1"),
-    "another kind": (lambda folder: change(folder / ABOUT, model_type="SparseEncoder"), r'model_type "SparseEncoder"'),
     "another task": (
         lambda folder: change(folder / TRANSFORMER, transformer_task="fill-mask"),
         r'sentence_bert_config\.json sets transformer_task to "fill-mask", which .* expected "feature-extraction"'),

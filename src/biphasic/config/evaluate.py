@@ -22,8 +22,7 @@ class EvaluatedModel(EncoderConfig):
     pooling: PoolingMode | None = None
     """Pooling mode. Required for a folder without sentence-transformers' files, which specify the pooling."""
     dimension: Positive | None = None
-    """Number of first values of each embedding to use, of a model that was trained so (Matryoshka). Null: as many
-    as the model's `truncate_dim` says, or all."""
+    """Number of first values of each embedding to use, of a Matryoshka model. Null: its `truncate_dim`, or all."""
 
 
 class EvaluateConfig(RunConfig):

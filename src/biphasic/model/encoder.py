@@ -38,8 +38,6 @@ from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
 
 _log = logging.getLogger(__name__)
-_LOWERCASE = Lowercase()
-"""Lower case as sentence-transformers makes it. Python's also depends on the position of Greek's sigma."""
 _TEXTS_AT_ONCE = 5000
 """Number of texts that are tokenized in one call."""
 _TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
@@ -99,7 +97,7 @@ class TextTokenizer:
         """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
         for portion in _portions(texts, title):
             if self.settings.lowercase:
-                portion = [_LOWERCASE.normalize_str(text) for text in portion]
+                portion = [Lowercase().normalize_str(text) for text in portion]  # as sentence-transformers does
             for ids in self.tokenizer.encode(portion):
                 yield self.with_special_tokens(ids, max_length)
 

@@ -23,10 +23,8 @@ from biphasic.storage.hub import hub_errors
 from biphasic.storage.paths import UnreachableError
 
 _log = logging.getLogger(__name__)
-_TRANSFORMER_FILES = [
-    f"sentence_{family}_config.json"
-    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-]
+_FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_TRANSFORMER_FILES = [f"sentence_{family}_config.json" for family in _FAMILIES]
 """The names that sentence-transformers has had for the encoder's settings."""
 _ARGUMENTS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
 _HARMLESS_ARGUMENTS = ("trust_remote_code", "add_pooling_layer", "dtype", "torch_dtype", "attn_implementation")
@@ -114,11 +112,6 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
     # sentence-transformers gives every model prompts for queries and documents, empty by default.
     if default not in (None, "query", "document", *prompts):
         raise UserError(f"model {path}: names {default!r} as its default prompt, but has none of that name")
-    if (kind := content.get("model_type") or "SentenceTransformer") != "SentenceTransformer":
-        problem = f"config_sentence_transformers.json has model_type {json.dumps(kind)}"
-        raise UserError(
-            f"model {path}: {problem}; expected an encoder with one vector for a text, a SentenceTransformer"
-        )
     truncate_dim = content.get("truncate_dim")
     if truncate_dim is not None and (type(truncate_dim) is not int or truncate_dim < 1):
         about = "config_sentence_transformers.json has truncate_dim"
