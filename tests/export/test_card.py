@@ -186,7 +186,7 @@ model-index:
 - name: no
   results:
   - task: {type: Retrieval}
-    dataset: {type: org/x, name: 007, config: off, split: no}
+    dataset: {type: org/x, name: '007', config: 'off', split: 'no'}
     metrics: [{type: ndcg_at_10, value: 1.0e-05}]
 ---
 
@@ -211,7 +211,7 @@ def test_words_that_yaml_takes_for_something_else_stay_words(tmp_path: Path) -> 
         assert (data.datasets, data.model_name) == (datasets, "no")
         [result] = data.eval_results or []
         shown = result.dataset_name, result.dataset_config, result.dataset_split, result.metric_value
-        assert shown == ("007", "off", "no", 1e-5)
+        assert shown == ("007", "off", "no", 1e-5)  # as quoted by their author
         assert (data.inference, data.extra) == (False, 8)
         write_card(tmp_path, card)
     text = (tmp_path / "README.md").read_text()

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.finetuned import export_finetuned
-from biphasic.export.tokenizer_class import keep_encoding
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead
 from biphasic.model.language_model import from_hf_config
@@ -85,14 +84,3 @@ def test_all_named_special_tokens_are_kept(in_map: bool, finetuned: bool, tmp_pa
     assert {f"{role}_token": getattr(loaded, f"{role}_token") for role in ROLES} == NAMES
     special = json.loads((out / "special_tokens_map.json").read_text())
     assert special == {**NAMES, "other_token": NAMES["sep_token"]}
-
-
-def test_a_tokenizer_that_differs_anyway_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_tokenizer(tmp_path, {"tokenizer_class": "Qwen2Tokenizer", **NAMES}, {})
-    keep_encoding(tmp_path)
-    assert not caplog.records
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: 1 / 0)
-    keep_encoding(tmp_path)
-    assert "AutoTokenizer doesn't encode as tokenizer.json says (division by zero)" in caplog.text

@@ -124,16 +124,11 @@ class Tokenizer:
     @property
     def token_names(self) -> dict[str, str]:
         """Return the special tokens that the settings or a role name and the vocabulary has, by setting: `unk_token`, …"""
-        named = {key: value for key, value in self.settings.items() if key.endswith("_token")}
-        names = {key: _token_name(value) for key, value in named.items() if isinstance(value, str | dict)}
         roles = {
             f"{role}_token": self.tokenizer.id_to_token(id) for role, id in self.role_ids.items() if id is not None
         }
-        return {
-            key: name
-            for key, name in {**names, **roles}.items()
-            if name and self.tokenizer.token_to_id(name) is not None
-        }
+        names = {key: _token_name(value) for key, value in {**self.settings, **roles}.items() if key.endswith("_token")}
+        return {key: name for key, name in names.items() if name and self.tokenizer.token_to_id(name) is not None}
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder for `AutoTokenizer` and `load_tokenizer`. Creates the folder."""
@@ -306,7 +301,7 @@ def _leaves_text_out(content: dict[str, Any]) -> bool:
 def _token_name(token: object) -> str | None:
     """Return the text of a token that a configuration gives as text or as a dictionary with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
-    return None if content is None else str(content)
+    return None if content is None or isinstance(content, bool) else str(content)  # `add_bos_token` names none
 
 
 def _sha256(content: dict[str, Any]) -> str:

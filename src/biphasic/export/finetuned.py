@@ -12,7 +12,6 @@ from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.formats import Kind, add_older_keys, choose_format
-from biphasic.export.tokenizer_class import keep_encoding
 from biphasic.export.write import Weights, require_free, write_atomically, write_folder, write_shared_files
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
@@ -95,7 +94,6 @@ def export_finetuned(
             (network or backbone).save_pretrained(folder)
             add_older_keys(folder)
             replace(tokenizer, settings=_older_settings(tokenizer.settings, max_length)).save(folder)
-            keep_encoding(folder)
             write_shared_files(folder, encoder.width, settings, text, head.state_dict())
 
         write_atomically(out, fill)

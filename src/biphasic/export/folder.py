@@ -28,8 +28,6 @@ _ACCEPTED = {
     "tags": (r".+", "a word"),
 }
 """Pattern and description of the values that the hub accepts for a key. Its list of licenses is only on the hub."""
-_TEXT_KEYS = {*_ACCEPTED, "library_name", "pipeline_tag", "name", "type", "config", "split"}
-"""Keys of a card's metadata, and of the results in it, whose values are texts, also `no`, `010` and `1e3`."""
 
 
 def has_export(folder: Path, source: Mapping[str, Any]) -> bool:
@@ -73,7 +71,13 @@ def parse_card(text: str) -> ModelCard:
     if not text.lstrip().startswith("---"):
         raise UserError("model card: it doesn't begin with a block of metadata between two lines of ---")
     try:
-        card = ModelCard(_with_quotes(text))
+        card = ModelCard(text)
+        # As texts, also what YAML takes for something else: `no` is Norwegian, and not false.
+        written = yaml.load(text.split("---")[1], yaml.BaseLoader)
+        for key in _ACCEPTED.keys() & written.keys():
+            card.data[key] = written[key] or None
+        if "model-index" in written:
+            card.data["model_name"] = written["model-index"][0]["name"]
         # ModelCard keeps evaluation results as objects; damaged ones fail when they are written again.
         card.data.to_yaml()
     except Exception as error:  # YAML errors, and any error that damaged results cause
@@ -84,30 +88,6 @@ def parse_card(text: str) -> ModelCard:
             if not isinstance(word, str) or not re.fullmatch(pattern, word):
                 raise UserError(f"{refused}: {key} {word!r} is not {expected}")
     return card
-
-
-def _with_quotes(text: str) -> str:
-    """Return a card with quotes around texts in its metadata that YAML takes for something else: `no` is Norwegian."""
-    parts = re.fullmatch(r"(\s*---\s*\n)(.*?\n)(---.*)", text, re.DOTALL)
-    if parts is None:
-        return text
-    values, written = yaml.safe_load(parts[2]), yaml.load(parts[2], yaml.BaseLoader)
-    quoted = _as_written(values, written)
-    return (
-        text
-        if quoted == values
-        else f"{parts[1]}{yaml.safe_dump(quoted, sort_keys=False, allow_unicode=True)}{parts[3]}"
-    )
-
-
-def _as_written(value: Any, written: Any, is_text: bool = False) -> Any:
-    """Return a YAML value whose `_TEXT_KEYS` have the texts of `written`, which is the same value with scalars as texts."""
-    if isinstance(value, dict) and isinstance(written, dict) and len(value) == len(written):
-        items = zip(value.items(), written.values(), strict=True)
-        return {key: _as_written(each, text, key in _TEXT_KEYS) for (key, each), text in items}
-    if isinstance(value, list):
-        return [_as_written(each, text, is_text) for each, text in zip(value, written, strict=True)]
-    return written if is_text and isinstance(written, str) and value is not None else value
 
 
 def quote_numbers(card: str) -> str:

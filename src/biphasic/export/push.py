@@ -37,10 +37,7 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     require_repo(repo)
     card = read_card(folder)
     # upload_folder can't upload a card that differs from the folder's, so the commit is put together here.
-    contents: dict[str, Path | bytes] = {
-        **files_of(folder),
-        CARD_FILE: _with_repo(quote_numbers(str(card)), repo, revision).encode(),
-    }
+    contents: dict[str, Path | bytes] = {**files_of(folder), CARD_FILE: _with_repo(str(card), repo, revision).encode()}
     if dry_run:
         sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
         for name, size in sizes.items():
@@ -103,7 +100,7 @@ def _with_repo(card: str, repo: str, revision: str | None) -> str:
     """Return the card with example code that loads the model from the repository."""
     argument = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
     pattern = r'(\.from_pretrained\(|SentenceTransformer\(|pipeline\("[^"]+", model=)"[^"]+"(?:, revision="[^"]+")?'
-    return re.sub(pattern, rf"\1{argument}", card)
+    return quote_numbers(re.sub(pattern, rf"\1{argument}", card))
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
@@ -19,7 +21,6 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
 from biphasic.export.formats import Format, Kind, add_older_keys
-from biphasic.export.tokenizer_class import keep_encoding
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
@@ -31,6 +32,12 @@ SHARD_BYTES = 5_000_000_000
 """Largest size of a weights file, unless a single weight is larger."""
 PORTION_BYTES = 256_000_000
 """Bytes that are read and cast at a time, unless a single weight is larger."""
+
+_PLAIN_SETTINGS = ("model_max_length", "model_input_names", "clean_up_tokenization_spaces", "padding_side")
+_COMPARED_TEXTS = (
+    "The quick Brown fox doesn't jump  over 12,345 DOGS in 2026;\tit's (nearly)\r\n\n    3.14 o'clock, x_1!=0. ",
+    "École naïve straße ﬁne İstanbul ΟΔΟΣ e\u0301 \uff46\uff55 \u00a0 «Привет, мир» 你好,世界。東京タワー 안녕 مرحبا 👍🏽",
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,6 @@ def write_folder(
         replace(tokenizer, settings=tokenizer_settings).save(folder)
         if not keep_special_tokens and not fmt.keeps_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
-        keep_encoding(folder)
         write_shared_files(folder, config.hidden_size, settings, card, head, source)
 
     write_atomically(out, fill)
@@ -213,6 +219,25 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
     with user_errors(f"{out} can't be written", SafetensorError), atomic_path(out) as partial:
         partial.mkdir()
         fill(partial)
+
+
+def _keep_encoding(folder: Path) -> None:
+    """Replace the tokenizer's class by the general one if AutoTokenizer doesn't encode with it as tokenizer.json says."""
+    from transformers import AutoTokenizer
+
+    written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size = written.get_vocab_size()
+    texts = [*_COMPARED_TEXTS, written.decode(list(range(0, size, max(size // 200, 1))))]
+    with suppress(Exception):  # a class without its package, or with its own code
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if all(loaded(text).input_ids == written.encode(text).ids for text in texts):
+            return
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    names = [name for name in settings if name.endswith("_token") and not isinstance(settings[name], bool)]
+    plain = {name: settings[name] for name in (*names, *_PLAIN_SETTINGS) if name in settings}
+    plain["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(plain, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _remove_special_tokens(file: Path) -> None:
@@ -246,6 +271,7 @@ def write_shared_files(
         "config_sentence_transformers.json": sentences,
         EXPORT_FILE: {"format": 1, **({"source": source} if source else {})},
     }
+    _keep_encoding(folder)
     (folder / "1_Pooling").mkdir()
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
