@@ -11,6 +11,7 @@ from typing import Any
 
 import mteb
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from mteb.results import TaskResult
 from sentence_transformers import SentenceTransformer
@@ -74,16 +75,44 @@ def test_every_task_split_and_system(scored: tuple[Path, EvaluateConfig]) -> Non
 def test_rankings_are_kept(scored: tuple[Path, EvaluateConfig]) -> None:
     """trec_eval gives their NDCG@10, for each system, split, and part of the documents."""
     folder, count = scored[0], 0
-    _, _, judgments = rows(9, "d", ["test"], DOCUMENTS)
+    _, queries, judgments = rows(9, "d", ["test"], DOCUMENTS)
     qrels = grades(row.values() for row in judgments["test"])
     for record in records_of(folder):
         for scores in record["scores"]:
             if scores["task"] not in ("my-set", "my-set-judged"):
                 continue
-            mean = mean_ndcg(qrels, read_run(folder / scores["ranking"]))
+            ranked = read_run(folder / scores["ranking"])
+            mean = mean_ndcg(qrels, ranked)
             assert mean == pytest.approx(scores["ndcg_at_10"], abs=1e-5), scores
+            # So do the scores by query, with the judgments, the texts and the ten best documents of each.
+            by_query = pq.read_table(folder / scores["by_query"]).to_pydict()
+            assert np.mean(by_query["ndcg_at_10"]) == pytest.approx(mean, abs=1e-9)
+            assert dict(zip(by_query["id"], by_query["text"], strict=True)) == {
+                row["_id"]: row["text"] for row in queries
+            }
+            for query, gold, best in zip(*(by_query[name] for name in ("id", "gold", "predicted")), strict=True):
+                assert {row["id"]: row["grade"] for row in gold} == qrels[query] and best == list(ranked[query])[:10]
             count += 1
     assert count == 6
+
+
+def test_queries_without_a_matching_word_are_counted(model: Path, tmp_path: Path) -> None:
+    """BM25 ranks by the order of ids for "zebra", the stop word "the", and "!"; of "a dog and a zebra" one word occurs."""
+    texts = {"corpus": ["the cat sat", "the dog barked"], "queries": ["dogs", "zebra", "the", "!", "a dog and a zebra"]}
+    (tmp_path / "small/qrels").mkdir(parents=True)
+    for name, content in texts.items():
+        lines = [json.dumps({"_id": f"{name[0]}{at}", "text": text}) for at, text in enumerate(content)]
+        (tmp_path / "small" / f"{name}.jsonl").write_text("\n".join(lines))
+    qrels = [f"q{at}\tc1\t1" for at in range(5)]
+    (tmp_path / "small/qrels/test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *qrels]))
+    folder = run(config_of(model, tmp_path, sets=[str(tmp_path / "small")]))
+    counts = {record["system"]: record["scores"][0].get("unmatched_queries") for record in records_of(folder)}
+    assert counts == {"biphasic/scored": None, "BM25": 3, "random": None}
+    lines = [line for line in (folder / "scores.md").read_text().splitlines() if line.startswith("BM25: ")]
+    assert lines == [
+        "BM25: 3 of 5 queries of small test have no word (stop words aside) that occurs in its documents; "
+        "their rank is by the order of ids."
+    ]
 
 
 def test_judged_documents_are_those_that_judgments_name(scored: tuple[Path, EvaluateConfig]) -> None:

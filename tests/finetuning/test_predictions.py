@@ -153,7 +153,10 @@ def test_rankings_and_embeddings(
     folder = run(config)
     record = json.loads((folder / "record.json").read_text())
     names = [
-        f"predictions/{name}-{split}.run.gz" for name in config.task.retrieval_sets for split in ("validation", "test")
+        f"predictions/{name}-{split}.{suffix}"
+        for name in config.task.retrieval_sets
+        for split in ("validation", "test")
+        for suffix in ("run.gz", "parquet")
     ]  # pyright: ignore
     assert record["predictions"] == names
     scored = {result["name"]: result for result in record["results"]}
@@ -163,6 +166,10 @@ def test_rankings_and_embeddings(
         qrels = grades(zip(*judged.values(), strict=True))
         ranked = read_run(folder / "predictions" / f"{name}-test.run.gz")
         assert mean_ndcg(qrels, ranked) == pytest.approx(scored[name]["test"], abs=1e-12)
+        by_query = pq.read_table(folder / "predictions" / f"{name}-test.parquet").to_pydict()
+        for metric in ("ndcg_at_10", "ndcg_of_ten"):
+            assert np.mean(by_query[metric]) == pytest.approx(scored[name]["more"]["test"][metric], abs=1e-12)
+        assert by_query["predicted"] == [list(ranked[query])[:10] for query in by_query["id"]]
         embedded = []
         for table, prompt in (("queries", "query"), ("corpus", "document")):
             file = str(Path(place) / f"{table}.parquet")

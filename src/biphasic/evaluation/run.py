@@ -24,14 +24,17 @@ from biphasic.evaluation.blocks import from_first_rank, local_model, print_once
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score, score_table
-from biphasic.evaluation.search import trec_run
+from biphasic.evaluation.search import query_columns, trec_run
 from biphasic.evaluation.sets import judged_only
 from biphasic.evaluation.tasks import PlannedTask, plan_tasks
 from biphasic.model.backbone import model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_embedder
 from biphasic.model.pooling import Pooling
-from biphasic.storage import is_remote, json_bytes, open_store
+from biphasic.storage import is_remote, json_bytes, open_store, parquet_bytes
+
+_BY_QUERY = ("by_query", "qrels", "ranking", "texts")
+"""Fields of `SplitScores` that have files of their own."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,17 @@ def _record(
         cache.save_to_cache(scored[1], system.model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
         rows = []
         for split in scored[0]:
-            row = {name: value for name, value in vars(split).items() if name not in ("by_query", "ranking")}
+            row = {name: value for name, value in vars(split).items() if name not in _BY_QUERY}
             if split.ranking:
                 row["ranking"] = f"rankings/{key}-{split.subset}-{split.split}.run.gz"
                 store.write(row["ranking"], trec_run(split.ranking, "biphasic"))
+                row["by_query"] = f"rankings/{key}-{split.subset}-{split.split}.parquet"
+                columns = query_columns(split.ranking, split.qrels, split.texts, {"ndcg_at_10": split.by_query})
+                store.write(row["by_query"], parquet_bytes(columns))
+                if system.name == "BM25":
+                    row["unmatched_queries"] = sum(
+                        not any(score for _, score in documents) for documents in split.ranking.values()
+                    )
             rows.append(row)
         seconds = time.monotonic() - start
         about |= {"source": task.source, "settings": dict(system.settings)}

@@ -12,7 +12,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 from tabulate import tabulate
 
-from biphasic.evaluation.search import Run, best_documents
+from biphasic.evaluation.search import Qrels, Run, best_documents
 from biphasic.versions import require_form
 
 _COLUMNS = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
@@ -39,6 +39,8 @@ class SplitScores:
     documents: int | None = None
     by_query: dict[str, float] = field(default_factory=dict, repr=False)
     """NDCG@10 of each query, by query id."""
+    qrels: Qrels = field(default_factory=dict, repr=False)
+    texts: dict[str, str] = field(default_factory=dict, repr=False)
     ranking: Run = field(default_factory=dict, repr=False)
 
 
@@ -56,9 +58,12 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 
     def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
         ndcg = {query: values["ndcg_cut_10"] for query, values in scores.items()}
+        queries = task.dataset[hf_subset][hf_split]["queries"]
         retrieval[hf_split, hf_subset] = {
             "by_query": ndcg,
             "interval": bootstrap_interval(list(ndcg.values())),
+            "qrels": {query: dict(qrels[query]) for query in ndcg},
+            "texts": dict(zip(queries["id"][:], map(str, queries["text"][:]), strict=True)),
             "ranking": {query: best_documents(documents) for query, documents in results.items()},
             "queries": len(scores),
             "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
@@ -105,21 +110,32 @@ def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a Markdown table whose columns are also aligned in a terminal.
 
     Each record has a `system` and its `scores`, dictionaries of `SplitScores`. Main scores other than NDCG@10 are
-    named.
+    named. A line below the table counts a split's queries for which BM25 has no score (`unmatched_queries`).
     """
     rows = [_row(record["system"], scores) for record in records for scores in record["scores"]]
     align = ["left" if name in _LEFT_ALIGNED else "right" for name in _COLUMNS]
-    return tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None).splitlines()
+    notes = [
+        f"\n{record['system']}: {scores['unmatched_queries']:,} of {scores['queries']:,} queries of {scores['task']} "
+        f"{_split(scores)} have no word (stop words aside) that occurs in its documents; their rank is by the order of ids."
+        for record in records
+        for scores in record["scores"]
+        if scores.get("unmatched_queries")
+    ]
+    table = tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None)
+    return "\n".join([table, *notes]).splitlines()
+
+
+def _split(scores: Mapping[str, Any]) -> str:
+    return scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
 
 
 def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:
-    split = scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
     counts = ("" if scores[name] is None else f"{scores[name]:,}" for name in ("documents", "queries"))
     is_retrieval = scores["ndcg_at_10"] is not None
     main = _format(scores["ndcg_at_10"]) if is_retrieval else f"{scores['metric']} {_format(scores['value'])}"
     interval = " to ".join(map(_format, scores["interval"] or ()))
     others = (_format(scores[name]) for name in ("mrr_at_10", "recall_at_100"))
-    return (scores["task"], split, *counts, system, main, interval, *others)
+    return (scores["task"], _split(scores), *counts, system, main, interval, *others)
 
 
 def _format(score: float | None) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -153,6 +154,20 @@ def scores_by_query(run: Run, qrels: Qrels, measure: str, cutoff: int) -> dict[s
     return {query: scores[measure] for query, scores in evaluator.evaluate(rankings).items()}
 
 
+def query_columns(
+    run: Run, qrels: Qrels, texts: Mapping[str, str], scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, list[Any]]:
+    """Return the columns of a Parquet file with a row for each query of a ranking.
+
+    They are `id`, `text`, `gold` (the judged documents, with `id` and `grade`), `predicted` (the ids of the ten best
+    documents), and the `scores`, which are given by name and query id.
+    """
+    judged = [[{"id": id, "grade": grade} for id, grade in sorted(qrels[query].items())] for query in run]
+    best = [[document for document, _ in documents[:10]] for documents in run.values()]
+    by_name = {name: [values[query] for query in run] for name, values in scores.items()}
+    return {"id": list(run), "text": [texts[query] for query in run], "gold": judged, "predicted": best, **by_name}
+
+
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
     """Return mteb's `ndcg_at_10`, `mrr_at_10` and `recall_at_100`, averaged over the queries of a ranking.
 
@@ -170,20 +185,20 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
     }
 
 
-def ndcg_of_ten(run: Run, qrels: Qrels) -> float:
-    """Return the paper's NDCG@10 (its evaluation library, EncodEval), averaged over the queries of a ranking.
+def ndcg_of_ten(run: Run, qrels: Qrels) -> dict[str, float]:
+    """Return the paper's NDCG@10 (its evaluation library, EncodEval) of each query of a ranking.
 
     Every grade above 0 counts 1, and the ideal ranking is the best order of the ten retrieved documents, whereas trec_eval's
     is that of all relevant ones: the two are equal for queries with one relevant document. Without a relevant document
     among the ten, the score is 0.
     """
-    scores = []
+    scores = {}
     for query, documents in run.items():
         relevant = [qrels[query].get(document, 0) > 0 for document, _ in documents[:10]]
         discounts = [1 / math.log2(rank + 2) for rank in range(len(relevant))]
         gain = sum(discount for discount, is_relevant in zip(discounts, relevant, strict=True) if is_relevant)
-        scores.append(gain / sum(discounts[: sum(relevant)]) if gain else 0.0)
-    return fmean(scores)
+        scores[query] = gain / sum(discounts[: sum(relevant)]) if gain else 0.0
+    return scores
 
 
 def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

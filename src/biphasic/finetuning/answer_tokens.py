@@ -75,11 +75,12 @@ class AnswerTokens(TokenClassification):
         return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
-        """Return `token_f1`, and SQuAD's scores of `predicted`."""
+        """Return `token_f1`, which is also added to `answers` by row, and SQuAD's scores of `predicted`."""
         correct = [np.flatnonzero(examples["labels"][row]) for row in range(len(gold))]
         overlaps = [
             position_f1(set(own), set(first.tolist())) for own, first in zip(answers["inside"], correct, strict=True)
         ]
+        answers["token_f1"] = overlaps
         return {"token_f1": fmean(overlaps), **squad_scores(gold, answers["predicted"])}
 
 

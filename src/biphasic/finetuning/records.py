@@ -22,6 +22,9 @@ class DownstreamResult:
     test: float | None
     more: dict[str, dict[str, float]] = field(default_factory=dict)
     """All metrics by split (`validation`, `test`)."""
+    data: str = ""
+    """The test set's dataset, and `file` the Parquet file with its predictions by example; empty in older records."""
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class TrialResult:
     """Durations: `load`, `train`, `score` and `total`."""
     about: dict[str, Any]
     """Steps, tokens, last loss, parameters, ranks, configuration, host, hardware and versions."""
+    predictions: dict[str, bytes] = field(default_factory=dict)
+    """Parquet files with the predictions and scores of each example, by name, if a sweep keeps them."""
 
 
 @dataclass(frozen=True)

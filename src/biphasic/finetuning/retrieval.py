@@ -6,6 +6,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,21 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.search import Qrels, ndcg_of_ten, rank_documents, retrieval_scores, trec_run
+from biphasic.evaluation.search import (
+    Qrels,
+    ndcg_of_ten,
+    query_columns,
+    rank_documents,
+    retrieval_scores,
+    scores_by_query,
+    trec_run,
+)
 from biphasic.finetuning.retrieval_losses import LOSSES, LearnedTemperature
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from biphasic.storage import parquet_bytes
 
 
 class Retrieval(FinetuneTask):
@@ -129,11 +139,15 @@ class Retrieval(FinetuneTask):
         return [indices]
 
     def evaluate(self, model: TrainedModel) -> Scored:
-        """Return the scores, and a ranking for each set, further dimension and split, `SET-d256-SPLIT.run.gz`."""
+        """Return the scores, and for each set, further dimension and split, its ranking and scores by query.
+
+        The files are named `SET-d256-SPLIT.run.gz` and `.parquet`.
+        """
         results, files = [], {}
         for name, folder in self._scored_sets().items():
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
             documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
+            texts = dict(zip(queries, folder.read("queries", "queries")["text"], strict=True))
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
             for split in _judged_splits(folder):
@@ -147,11 +161,17 @@ class Retrieval(FinetuneTask):
                 for shown, dimension in self.config.scored_as(name).items():
                     truncated = judged[:, :dimension], document_embeddings[:, :dimension]
                     run = rank_documents(list(qrels), truncated[0], documents, truncated[1])
-                    metrics[shown][split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": ndcg_of_ten(run, qrels)}
-                    file = f"{shown.replace(' ', '-')}-{split}.run.gz"
-                    files[file] = functools.partial(trec_run, run, "biphasic")
+                    of_ten = ndcg_of_ten(run, qrels)
+                    metrics[shown][split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": fmean(of_ten.values())}
+                    by_query = {"ndcg_at_10": scores_by_query(run, qrels, "ndcg_cut_10", 10), "ndcg_of_ten": of_ten}
+                    file = f"{shown.replace(' ', '-')}-{split}"
+                    files[f"{file}.run.gz"] = functools.partial(trec_run, run, "biphasic")
+                    files[f"{file}.parquet"] = functools.partial(
+                        parquet_bytes, query_columns(run, qrels, texts, by_query)
+                    )
             for shown, by_split in metrics.items():
-                results += self.results(name, shown, by_split)
+                file = f"{shown.replace(' ', '-')}-test.parquet"
+                results += self.results(name, shown, by_split, folder.path, file)
         return results, files
 
     def _embed(

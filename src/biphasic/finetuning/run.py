@@ -71,8 +71,8 @@ def run(config: FinetuneConfig) -> Path:
         predictions = {f"predictions/{file}": content for file, content in files.items()}
         for file, content in predictions.items():
             store.write(file, content())
-        record = {"trial": name, "label_names": label_names, "saved": config.save_model, **asdict(trial)}
-        record["predictions"] = list(predictions)
+        about = {"trial": name, "label_names": label_names, "saved": config.save_model}
+        record = {**about, **asdict(trial), "predictions": list(predictions)}
         store.write(FINETUNING_FILE, json_bytes(record))
     dist.barrier()
     return folder

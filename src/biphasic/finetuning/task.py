@@ -182,11 +182,15 @@ class FinetuneTask(ABC):
         }
         return cached(self.cache, key, make)
 
-    def results(self, task: str, name: str, metrics: dict[str, dict[str, float]]) -> list[DownstreamResult]:
+    def results(
+        self, task: str, name: str, metrics: dict[str, dict[str, float]], data: str, file: str
+    ) -> list[DownstreamResult]:
         """Return a test set's result by each metric of the YAML from its metrics by split (`validation`, `test`)."""
         validation, test = metrics.get("validation", {}), metrics.get("test", {})
         return [
-            DownstreamResult(task, shown, self.family, metric, validation.get(metric), test.get(metric), metrics)
+            DownstreamResult(
+                task, shown, self.family, metric, validation.get(metric), test.get(metric), metrics, data, file
+            )
             for shown, metric in self.config.shown(name)
         ]
 
@@ -249,7 +253,9 @@ class PredictionTask(FinetuneTask):
         results = [
             result
             for name, split in self.config.scored.items()
-            for result in self.results(self.config.name, name, {**by_split, "test": metrics[split]})
+            for result in self.results(
+                self.config.name, name, {**by_split, "test": metrics[split]}, self.config.data, f"{split}.parquet"
+            )
         ]
         return results, files
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,12 @@ def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTa
 
 
 def run_trial(config: FinetuneConfig) -> TrialResult:
-    """Train and score a model with `train_and_score`, and return only the result."""
-    return train_and_score(config)[0]
+    """Train and score a model with `train_and_score`, and return the result, with its predictions but not its rankings.
+
+    Those of MS MARCO would take ten megabytes for each trial.
+    """
+    result, _, _, files = train_and_score(config)
+    return replace(result, predictions={file: make() for file, make in files.items() if file.endswith(".parquet")})
 
 
 def train_and_score(

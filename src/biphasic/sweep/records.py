@@ -2,6 +2,7 @@
 
     sweep.json              the latest grid: models, tasks, learning rates, seeds, and each trial's name
     trials/<name>.json      a trial's record, written atomically by the worker that ran it
+    predictions/<name>/     its predictions and scores by example, in Parquet files; rankings without scores of documents
 
 Scores are from 0 to 1. A trial has a result for each test set of its task: MNLI has two, and a model trained on MS
 MARCO is scored on three retrieval datasets.
@@ -21,7 +22,7 @@ from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import Store, first_line, json_bytes, user_errors
 
 GRID_FILE = "sweep.json"
-TRIALS_FOLDER = "trials"
+TRIALS_FOLDER, PREDICTIONS_FOLDER = "trials", "predictions"
 FORMAT = 1
 
 

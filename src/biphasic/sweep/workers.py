@@ -23,7 +23,7 @@ from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError
 from biphasic.storage import first_line, open_store
 from biphasic.sweep.grid import TRIAL_MODULE, encoder_folder
-from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
+from biphasic.sweep.records import PREDICTIONS_FOLDER, Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, UnusableWorker, WorkerGroup
 
@@ -119,16 +119,20 @@ class Worker:
             about |= result.about
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
+            files = {f"{PREDICTIONS_FOLDER}/{job.trial}/{name}": file for name, file in result.predictions.items()}
         except Exception as error:
             if is_out_of_memory(error) and self._per_device > 1:
                 return FinishedJob(job, lost="its GPU was full")
             record = failed_record(job, error, traceback.format_exc())
             record = replace(record, seconds={"total": time.monotonic() - start})
+            files = {}
             if _gpu_fault() is not None:
                 return FinishedJob(job, record, False, f"its GPU failed ({first_line(error)})", is_broken=True)
         if job.keep:
             return FinishedJob(job, record)
         try:
+            for name, content in files.items():
+                self._folder.write(name, content)
             write_record(self._folder, record)
         except OSError:
             return FinishedJob(job, record, written=False)
