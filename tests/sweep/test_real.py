@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from biphasic.config.finetune import EncoderConfig
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
+from biphasic.errors import UserError
 from biphasic.finetuning.trial import run_trial
+from biphasic.report.example_scores import read_scored_model
 from biphasic.storage import open_store
 from biphasic.sweep.grid import encoder_folder, trial_configs
 from biphasic.sweep.records import Cell, read_grid, read_records
@@ -67,6 +70,22 @@ def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:
         assert [(result.validation, result.test) for result in alone.results] == [
             (result.validation, result.test) for result in record.results
         ]
+
+    # Each trial's predictions are kept, without rankings, so that models of sweeps can be compared.
+    model = read_scored_model(str(tmp_path / "out"))
+    assert [(key, sorted(scores.examples)) for key, scores in model.sets.items()] == [
+        (("sst2", "accuracy"), [0, 1]), (("msmarco", "ndcg_at_10"), [0, 1])]  # fmt: skip
+    for (task, _), scores in model.sets.items():
+        for seed, each in scores.examples.items():
+            [test] = [record.results[0].test for record in records.values()
+                      if record.cell == Cell("model-1k", task, 1e-3, seed)]  # fmt: skip
+            assert float(each.score(each.values)) == pytest.approx(test, abs=1e-9)
+    assert not list((tmp_path / "out/predictions").rglob("*.gz"))
+    with pytest.raises(UserError, match="has no model other: expected FOLDER@MODEL with one of model-1k"):
+        read_scored_model(f"{tmp_path / 'out'}@other")
+    next((tmp_path / "out/trials").glob("model-1k.sst2.*.json")).unlink()
+    with pytest.raises(UserError, match="model-1k on sst2 is unfinished: run the sweep again"):
+        read_scored_model(str(tmp_path / "out"))
 
     page = (tmp_path / "out" / "report" / "report.md").read_text()
     for word in ("model-1k", "sst2", "msmarco", "(2)", "finite number"):

@@ -247,6 +247,11 @@ def tasks(options: Namespace) -> int:
     argument(
         "--out", type=local_path, metavar="FILE.json", help="write the counts and all examples that share an n-gram"
     ),
+    argument("--audit", type=local_path, metavar="FILE.md", help="write a random sample of both texts, to be judged"),
+    argument("--sample", type=positive, default=20, metavar="N", help="examples of the --audit (default: 20)"),
+    argument(
+        "--scores", metavar="RUN", help="an evaluation, fine-tuning or sweep: its scores without the flagged examples"
+    ),
     argument("--cache", default="runs/cache", metavar="FOLDER", help="for tables of buckets (default: runs/cache)"),
 )
 def overlap(options: Namespace) -> int:
@@ -254,11 +259,22 @@ def overlap(options: Namespace) -> int:
 
     It removes nothing: the printed passages show whether an example was copied or shares a common phrase.
     """
-    from biphasic.downstream.overlap import describe, find_overlap
+    from tabulate import tabulate
 
+    from biphasic.downstream.overlap import audit_page, describe, find_overlap
+    from biphasic.report.compare import flagged_scores
+    from biphasic.report.example_scores import read_scored_model
+
+    scored = None if options.scores is None else read_scored_model(options.scores)
     report = find_overlap(options.data, options.tasks, options.words, options.cache, options.overrides)
     print(describe(report, options.examples))
     print(f"\nread {report['read']:,} words")
+    if scored is not None:
+        report["scores"] = flagged_scores(report, scored)
+        print("\n" + tabulate(report["scores"], "keys", "pipe", floatfmt=".4f", intfmt=","))
+    if options.audit is not None:
+        open_store(str(options.audit.parent)).write(options.audit.name, audit_page(report, options.sample).encode())
+        print(f"{options.audit}: a sample of the examples with both texts")
     if options.out is not None:
         open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
         print(f"{options.out}: the counts and all examples with a shared {options.words}-gram")

@@ -1,4 +1,4 @@
-"""The commands for configurations, machines, runs and results: keys, preflight, runs, report, completion."""
+"""The commands for configurations, machines, runs and results: keys, preflight, runs, watch, report, compare, completion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from biphasic.commands.parser import argument, command, file_arguments, local_path, positive
 from biphasic.errors import UserError
-from biphasic.storage import is_remote
+from biphasic.storage import is_remote, json_bytes, open_store
 
 
 def _batches(text: str) -> int:
@@ -145,6 +145,34 @@ def report(options: Namespace) -> int:
     if options.check is not None:
         return 0 if check_recipe(*options.check) else 1
     write_results_page(options.results)
+    return 0
+
+
+@command(
+    "compare two models on the same test sets",
+    argument(
+        "first",
+        metavar="A",
+        help="the folder of an evaluation, a fine-tuning or a sweep; FOLDER@MODEL if it has several",
+    ),
+    argument("second", metavar="B", help="another one, of the same kind"),
+    argument("--out", type=local_path, metavar="FILE.json", help="write the report with the scores of all examples"),
+)
+def compare(options: Namespace) -> int:
+    """Compare two models on the test sets that both were scored on: intervals, tests, and what changed most.
+
+    biphasic compare runs/evaluate/first runs/evaluate/second
+    biphasic compare runs/evaluate/first runs/evaluate/first@BM25
+    biphasic compare runs/sweep@first-model runs/sweep@second-model --out compared.json
+    """
+    from biphasic.report.compare import compare, describe
+    from biphasic.report.example_scores import read_scored_model
+
+    report = compare(*map(read_scored_model, (options.first, options.second)))
+    print(describe(report))
+    if options.out is not None:
+        open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
+        print(f"{options.out}: the report, with the scores of all examples")
     return 0
 
 

@@ -6,6 +6,8 @@ import functools
 import itertools
 import json
 import pickle
+import random
+import re
 import sys
 import tempfile
 import unicodedata
@@ -38,7 +40,12 @@ COPIED, LONG = 0.8, 50
 _CHARACTERS_AT_ONCE, _MATCHES_AT_ONCE = 1 << 22, 1 << 24
 _FACTOR = 0x9E3779B97F4A7C15
 _WITHOUT_SPACES = "฀-໿ က-႟ ក-៿ ぀-ヿ ㇰ-ㇿ 㐀-䶿 一-鿿 𠀀-𿿿"  # Thai, Lao, Burmese, Khmer, Japanese, Chinese
-_COLUMNS = ("title", "text", "text_pair", "tokens", "question", "context")
+TEXT_COLUMNS = ("title", "text", "text_pair", "tokens", "question", "context")
+"""Columns of tables that have text."""
+_PIECE = re.compile("[{0}]|[^\\s{0}]+".format(_WITHOUT_SPACES.replace(" ", "")))
+"""Parts of a text that are found without splitting words: characters of scripts without spaces, or up to a space."""
+_AROUND, _LONGEST_EXCERPT = 15, 100
+"""Numbers of such parts on each side of a match in an excerpt, and of the matched words that it shows at most."""
 _tokenizer = functools.cache(load_tokenizer)
 
 
@@ -58,12 +65,35 @@ def words_of(text: str) -> list[str]:
     return unicodedata.normalize("NFKC", text).lower().translate(_translation()).split()
 
 
+def excerpt(text: str, first: int, words: int) -> str:
+    """Return the part of a text around consecutive words, which are between `**`; a long match is cut.
+
+    `first` is the index of the first word in `words_of(text)`.
+    """
+    text, shown = unicodedata.normalize("NFKC", text), min(words, _LONGEST_EXCERPT)
+    parts = list(_PIECE.finditer(text))
+    ends = np.cumsum([len(words_of(part[0])) for part in parts])
+    begin, last = np.searchsorted(ends, [first, first + shown - 1], side="right").tolist()
+    start, end = parts[begin].start(), parts[last].end()
+    before, after = (
+        text[parts[max(begin - _AROUND, 0)].start() : start],
+        text[end : parts[min(last + _AROUND, len(parts) - 1)].end()],
+    )
+    cut = " […]" if shown < words else after
+    return " ".join(f"{before}**{text[start:end]}**{cut}".split())
+
+
 class Run(NamedTuple):
-    """Consecutive words of an evaluation text that occur in training text: their number, the first, and the place."""
+    """Consecutive words of an evaluation text that occur in training text: their number, the first, and the place.
+
+    `at` is the index of the first of them in the training text, and `excerpt` the part of it around them.
+    """
 
     words: int
     first: int
     place: str
+    at: int
+    excerpt: str = ""
 
 
 class NgramIndex:
@@ -124,8 +154,10 @@ class NgramIndex:
         _, chosen = np.unique(text[begin[longest_first]], return_index=True)
         ends, runs = np.cumsum([len(document) + 1 for document in documents]), {}
         for run in longest_first[chosen]:
-            place = places[int(np.searchsorted(ends, at[begin[run]], side="right"))]
-            runs[int(text[begin[run]])] = Run(int(lengths[run]), int(first[begin[run]]), place)
+            position = int(at[begin[run]])
+            number = int(np.searchsorted(ends, position, side="right"))
+            within = position - int(ends[number]) + len(documents[number]) + 1
+            runs[int(text[begin[run]])] = Run(int(lengths[run]), int(first[begin[run]]), places[number], within)
         return np.unique(numbers), runs
 
 
@@ -158,7 +190,7 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str, overrides:
                 bar.set_postfix_str(f"{read / max(bar.format_dict['elapsed'], 1e-9):,.0f} words/s", refresh=False)
     total = np.bincount(index.text, minlength=len(texts))
     shared = np.bincount(index.text[np.repeat(found, np.diff(index.starts))], minlength=len(texts))
-    sets = [_summary(*split, words, texts, total, shared, runs) for split in splits]
+    sets = [_summary(*split, words, list(numbers), total, shared, runs) for split in splits]
     return {"data": data, "words": words, "read": read, "sets": sets}
 
 
@@ -168,14 +200,30 @@ def describe(report: dict[str, Any], examples: int) -> str:
     shown = [(row, example) for row in rows for example in row.pop("found")[:examples]]
     lines = [
         f"\n{row['task']} {row['split']}, {example['id']}, {example['column']}: {example['run']} consecutive words, "
-        f"{example['share']:.0%} of its {report['words']}-grams; {example['place']}\n    {example['passage']}"
+        f"{example['share']:.0%} of its {report['words']}-grams; {example['place']}\n"
+        f"    evaluation: {example['text']}\n    training:   {example['training_text']}"
         for row, example in shown
     ]
     return "\n".join([tabulate(rows, "keys", "pipe", intfmt=","), *lines])
 
 
+def audit_page(report: dict[str, Any], size: int) -> str:
+    """Return a Markdown page with a random sample of the flagged examples, the same for equal reports, to be judged."""
+    flagged = [(row, example) for row in report["sets"] for example in row["found"]]
+    sample = random.Random(0).sample(flagged, min(size, len(flagged)))
+    lines = [f"# {len(sample)} of {len(flagged)} examples that share {report['words']} words with {report['data']}\n"]
+    for number, (row, example) in enumerate(sample, start=1):
+        lines += [
+            f"## {number}. {row['task']} {row['split']}, {example['id']}, {example['column']}\n",
+            f"{example['run']} consecutive words, {example['share']:.0%} of its {report['words']}-grams: copied or not?\n",
+            f"Evaluation:\n\n> {example['text']}\n",
+            f"Training, {example['place']}:\n\n> {example['training_text']}\n",
+        ]
+    return "\n".join(lines)
+
+
 def _summary(
-    task: str, table: str, examples: list[tuple[str, dict[str, int]]], words: int, texts: list[list[str]],
+    task: str, table: str, examples: list[tuple[str, dict[str, int]]], words: int, texts: list[str],
     total: np.ndarray, shared: np.ndarray, runs: dict[int, Run],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the counts of a split and, as `found`, its examples with a shared n-gram, longest runs first."""
@@ -184,9 +232,10 @@ def _summary(
         if matches := [(runs[number], column, number) for column, number in columns.items() if number in runs]:
             run, column, number = max(matches, key=lambda match: match[0].words)
             share, in_texts = total[[*columns.values()]].sum(), shared[[*columns.values()]].sum()
-            passage = " ".join(texts[number][run.first : run.first + run.words])
+            passage = " ".join(words_of(texts[number])[run.first : run.first + run.words])
             found.append({"id": id, "share": float(in_texts / share), "run": run.words, "column": column,
-                          "passage": passage, "place": run.place})  # fmt: skip
+                          "passage": passage, "text": excerpt(texts[number], run.first, run.words),
+                          "place": run.place, "training_text": run.excerpt})  # fmt: skip
     found.sort(key=lambda example: -example["run"])
     return {
         "task": task,
@@ -214,7 +263,10 @@ def _search_part(file: str, part: tuple[Any, ...]) -> tuple[np.ndarray, dict[int
         documents = [words_of(text) for text, _ in group]
         numbers, longest = index.find(documents, [place for _, place in group])
         found.append(numbers)
-        runs = _longest(runs, longest)
+        by_place = {place: text for text, place in group}
+        for text, run in longest.items():
+            if text not in runs or run.words > runs[text].words:
+                runs[text] = run._replace(excerpt=excerpt(by_place[run.place], run.at, run.words))
         count += sum(map(len, documents))
     return np.unique(np.concatenate(found)), runs, count
 
@@ -267,7 +319,7 @@ def _read_splits(
             columns = folder.read(table, table if folder.kind == "retrieval" else folder.kind)
             examples = []
             for row, id in enumerate(columns.get("_id") or columns["id"]):
-                texts = {name: columns[name][row] for name in _COLUMNS if name in columns and columns[name][row]}
+                texts = {name: columns[name][row] for name in TEXT_COLUMNS if name in columns and columns[name][row]}
                 joined = {name: " ".join(text) if isinstance(text, list) else text for name, text in texts.items()}
                 named = {name: numbers.setdefault(text, len(numbers)) for name, text in joined.items()}
                 examples.append((id, named))
