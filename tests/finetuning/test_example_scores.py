@@ -43,9 +43,9 @@ def test_recorded_scores_are_those_of_the_predictions(name: str, toy: Path, tmp_
         assert (row["a"], row["b"]) == pytest.approx((first["test"], second["test"]), abs=1e-9)
         assert row["interval"][0] <= row["difference"] <= row["interval"][1] and 0 < row["p"] <= row["holm_p"] <= 1
         changed = [example for example in row["by_example"] if "gold" in example]
-        assert changed and all(example["text"] and example["a"] != example["b"] for example in changed)
-    text = describe(report)
-    assert f"| {name} " in text and changed[0]["text"][:40] in text and "    a: " in text
+        different = sum(example["a"] != example["b"] for example in row["by_example"])
+        assert len(changed) == min(different, 10) and all(example["text"] for example in changed)
+        assert all(example["text"][:40] in describe(report) for example in changed)
     # A run without its files of predictions.
     for file in (folders[0] / "predictions").glob("*.parquet"):
         file.unlink()

@@ -108,7 +108,8 @@ def _by_example(a: SetScores, b: SetScores, first: list[ExampleValues], second: 
     order = np.argsort(-changes, kind="stable")
     changed = order[: min(CHANGED, np.count_nonzero(changes))]
     texts = _texts(a.folder, a.table, {one["id"][at] for at in changed})
-    ranked = {id for at in changed for each in (one, other) for id in each["predicted"][at] if a.table == "queries"}
+    rankings = [each["predicted"][at] for at in changed for each in (one, other)] if a.table == "queries" else []
+    ranked = {id for ranking in rankings for id in ranking}
     documents = _texts(a.folder, "corpus", ranked)
     for at in changed:
         predicted = one["predicted"][at], other["predicted"][at]
