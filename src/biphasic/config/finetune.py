@@ -50,8 +50,8 @@ class _TaskConfig(Section):
     data: Address
     """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
     max_length: Annotated[int, Field(gt=0, lt=2**63)] | Share = 0.99
-    """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
-    are truncated."""
+    """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer texts are
+    cut, of a pair the longer one first; long contexts of questions and texts with labelled words are read in windows."""
     end_of_text: bool = False
     """Whether the EOS token follows each text, as in pretraining and in the paper."""
     metrics: list[Any]
@@ -95,6 +95,23 @@ class ClassificationConfig(_ScoredConfig):
     metrics: Annotated[list[Literal["accuracy", "f1", "matthews"]], Field(min_length=1), distinct] = ["accuracy"]
     """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of
     the second label; `matthews` is the Matthews correlation, 0 if only one label is predicted."""
+
+
+class MultiLabelConfig(_ScoredConfig):
+    """Find all labels of a text or a pair of texts: the head of `classification`, binary cross-entropy of each label."""
+
+    kind: Literal["multi_label"]
+    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
+    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
+    pos_weight: Annotated[float, Field(gt=0)] | Literal["balanced"] | None = None
+    """Weight of a label's positive texts in the loss, as in PyTorch's `BCEWithLogitsLoss`. `balanced`: of each label, the
+    number of its negative texts in train over that of its positive ones. Null: 1."""
+    metrics: Annotated[list[Literal["micro_f1", "macro_f1", "average_precision"]], Field(min_length=1), distinct] = [
+        "micro_f1",
+        "macro_f1",
+    ]
+    """Metrics in tables; the first counts in averages over tasks. A label is predicted from the probability that gives the
+    best micro F1 on the validation split. `average_precision` needs no threshold: its mean over labels (scikit-learn)."""
 
 
 class RegressionConfig(_ScoredConfig):
@@ -194,6 +211,9 @@ class RetrievalConfig(_TaskConfig):
     each is scored. Null: only the model's width."""
     hard_negatives: Count = 0
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
+    mask_positives: bool = False
+    """Whether a query's other relevant documents, which the training pairs name, are no negatives for it. False: only equal
+    documents are not, because the paper's library (sentence-transformers 3.4.1) masks none."""
     scored_on: dict[Name, ScoredSetConfig] | None = None
     """Retrieval datasets to score on, by their names in tables, with `validation` and `test` qrels, in memory.
     Default: the task's own set; `{}`: none."""
@@ -233,6 +253,9 @@ class RetrievalConfig(_TaskConfig):
         if self.loss in ("margin_mse", "kl") and not self.hard_negatives:
             message = f"expected at least 1: {self.loss} compares a query's document with its hard negatives"
             yield ["task.hard_negatives", "task.loss"], message
+        if self.loss in ("margin_mse", "kl") and self.mask_positives:
+            message = f"has no effect with {self.loss}, which compares a query's own documents"
+            yield ["task.mask_positives", "task.loss"], message
         lowest, highest = LEARNED_TEMPERATURES
         if self.temperature_lr is not None and self.loss == "margin_mse":
             yield ["task.temperature_lr", "task.loss"], "margin_mse has a fixed temperature, which scales its margins"
@@ -244,6 +267,7 @@ class RetrievalConfig(_TaskConfig):
 
 TaskConfig = Annotated[
     ClassificationConfig
+    | MultiLabelConfig
     | RegressionConfig
     | TokensConfig
     | QuestionAnsweringConfig

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
 
+_FIELD = re.compile(r"\s*\{\w+\}")
 _COMMAND_LINE = "command line"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
@@ -182,6 +183,9 @@ def _override(text: str, tree: KeyTree) -> None:
         raise _config_error(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
     if not value.strip():
         raise _config_error(_COMMAND_LINE, key, f"expected a value; got nothing ({key}=null sets null)")
+    if _FIELD.match(value):  # a template, such as {text} {text_pair}, which YAML takes for a mapping
+        tree.update(key, value, {key: _COMMAND_LINE})
+        return
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     tree.update(key, parsed["value"], dict.fromkeys([key, *dict(flatten(parsed["value"], key))], _COMMAND_LINE))

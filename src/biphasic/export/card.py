@@ -23,9 +23,10 @@ _CARD = Template(
 )
 _LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
 """Languages of datasets on the hub, according to their dataset cards."""
-_PIPELINES = {"classification": "text-classification", "regression": "text-classification",
-              "tokens": "token-classification", "question_answering": "question-answering",
-              "answer_tokens": "question-answering", "retrieval": "sentence-similarity"}  # fmt: skip
+_PIPELINES = {"classification": "text-classification", "multi_label": "text-classification",
+              "regression": "text-classification", "tokens": "token-classification",
+              "question_answering": "question-answering", "answer_tokens": "question-answering",
+              "retrieval": "sentence-similarity"}  # fmt: skip
 """The hub's pipeline tag by the kind of task."""
 
 
@@ -110,7 +111,7 @@ def finetuned_card(
         shown = {name: f"`{json.dumps(text)}` {roles.get(name, f'as `{name}`')}" for name, text in task.prompts.items()}
         values["prompts"] = [text for name, text in shown.items() if task.prompts[name]]
         values["dimensions"] = task.dimensions
-    if task.kind in ("classification", "regression"):
+    if task.kind in ("classification", "multi_label", "regression"):
         texts = {"text": '"A man plays the guitar."', "text_pair": '"Somebody makes music."'}
         arguments = ", ".join(f"{name}={text}" for name, text in texts.items() if f"{{{name}}}" in task.text)
         template = json.dumps(task.text, ensure_ascii=False)

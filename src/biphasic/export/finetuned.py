@@ -64,6 +64,7 @@ def export_finetuned(
     *,
     prompts: dict[str, str],
     max_length: int,
+    problem_type: str | None = None,
 ) -> None:
     """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
 
@@ -76,6 +77,7 @@ def export_finetuned(
             `finetuned_card`.
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
+        problem_type: transformers' name of the loss, which also decides how its pipelines turn logits into scores.
 
     Raises:
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
@@ -88,7 +90,7 @@ def export_finetuned(
         network, config = _own_network(encoder, head, label_names), backbone.config
         own = bool(getattr(config, "auto_map", None))
         text = card(family=config.model_type, has_code=own, has_own_code=own, has_head_class=network is not None)
-        _set_labels(config, label_names)
+        _set_labels(config, label_names, problem_type)
 
         def fill(folder: Path) -> None:
             (network or backbone).save_pretrained(folder)
@@ -104,7 +106,7 @@ def export_finetuned(
     weights = backbone.state_dict()
     if kind != "Model":
         weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
-    _set_labels(fmt.config, label_names)
+    _set_labels(fmt.config, label_names, problem_type)
     text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
@@ -123,9 +125,9 @@ def _older_settings(settings: dict[str, Any], max_length: int) -> dict[str, Any]
     return settings
 
 
-def _set_labels(config: Any, label_names: list[str] | None) -> None:
+def _set_labels(config: Any, label_names: list[str] | None, problem_type: str | None) -> None:
     if label_names is not None:
         config.id2label = dict(enumerate(label_names))
         config.label2id = {name: number for number, name in enumerate(label_names)}
-        if len(label_names) == 1:
-            config.problem_type = "regression"
+        if problem_type is not None:
+            config.problem_type = problem_type

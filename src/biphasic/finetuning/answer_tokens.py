@@ -36,7 +36,10 @@ class AnswerTokens(TokenClassification):
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
         """Return the texts, and for each token its label and its characters in the context (`offsets`, [first, end))."""
-        tokenizer, examples = self.text_tokenizer, {name: list[Any]() for name in ("texts", "labels", "offsets")}
+        tokenizer, examples = (
+            self.text_tokenizer,
+            {name: list[Any]() for name in ("texts", "labels", "offsets", "lost")},
+        )
         questions = tokenizer.tokenizer.encode([self.config.text.format(question=text) for text in columns["question"]])
         contexts = tokenizer.tokenize_with_offsets(columns["context"], title)
         for question, (ids, offsets), answers in zip(questions, contexts, columns["answers"], strict=True):
@@ -46,11 +49,14 @@ class AnswerTokens(TokenClassification):
             labels, characters = np.zeros(len(text), np.int64), np.zeros((len(text), 2), np.int32)
             characters[len(before) : len(before) + len(ids[:room])] = np.array(offsets[:room]).reshape(-1, 2)
             answer = first_answer(answers, offsets)
-            if answer is not None and answer[1] < room:
+            reached = answer is None or answer[1] < room
+            if answer is not None and reached:
                 labels[len(before) + answer[0] : len(before) + answer[1] + 1] = 1
             examples["texts"].append(np.array(text, np.int32))
             examples["labels"].append(labels)
             examples["offsets"].append(characters.reshape(-1))
+            whole = len(tokenizer.prefix) + len(question) + len(ids) + len(tokenizer.suffix)
+            examples["lost"].append([max(whole - len(text), 0), not reached])
         return {name: Ragged.of(rows, np.int64 if name == "labels" else np.int32) for name, rows in examples.items()}
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -16,10 +18,14 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Ragged
 from biphasic.errors import UserError
 from biphasic.finetuning.task import Columns, Examples, PredictionTask, TaskBatch
+from biphasic.finetuning.truncation import format_and_cut, windows
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.losses import IGNORE
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+
+_OVERLAP = 128
+"""Number of tokens that neighboring windows of a long text share."""
 
 
 class Classification(PredictionTask):
@@ -39,11 +45,13 @@ class Classification(PredictionTask):
         if "{text_pair}" in self.config.text and None in columns["text_pair"]:
             raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
         pairs = zip(columns["text"], columns["text_pair"], strict=True)
-        texts = [self.config.text.format(text=text, text_pair=pair) for text, pair in pairs]
-        return {
-            "texts": Ragged.of(self.text_tokenizer.tokenize(texts, self.max_length, title)),
-            "labels": Ragged.of([[label] for label in columns["label"]], self.label_type),
-        }
+        rows = [{"text": text, "text_pair": pair} for text, pair in pairs]
+        texts, lost = format_and_cut(self.text_tokenizer, self.config.text, rows, self.max_length, title)
+        return {"texts": texts, "lost": lost, "labels": Ragged.of(self.targets(columns), self.label_type)}
+
+    def targets(self, columns: Columns) -> list[list[Any]]:
+        """Return the targets of each text for the loss. Default: its label."""
+        return [[label] for label in columns["label"]]
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the summed cross-entropy of the texts' labels."""
@@ -81,6 +89,7 @@ class Regression(Classification):
     """Trains with the squared error of a number on mean-pooled tokens; scores its correlation with the correct numbers."""
 
     family = "regression"
+    problem_type = "regression"
     label_type = np.float32
 
     @property
@@ -126,11 +135,116 @@ class Regression(Classification):
         return {name: float(function(gold, predicted).statistic) for name, function in functions.items()}
 
 
+class MultiLabel(Classification):
+    """Trains with binary cross-entropy of each label on mean-pooled tokens; scores F1 and average precision.
+
+    A label is predicted if its probability is at least a threshold, which is chosen on the validation split by micro F1.
+    """
+
+    family = "multi_label"
+    problem_type = "multi_label_classification"
+    label_type = np.float32
+
+    def build_head(self, width: int) -> nn.Module:
+        """Return a head with an output for each label."""
+        return TextHead(width, len(self.data.label_names))
+
+    def targets(self, columns: Columns) -> list[list[Any]]:
+        """Return 1 for each label of a text and 0 for the others."""
+        return multi_hot(columns["labels"], len(self.data.label_names)).tolist()
+
+    @functools.cached_property
+    def pos_weight(self) -> Tensor | None:
+        """The weight of each label's positive texts in the loss, fp32 [labels], or None: all weigh 1."""
+        weight = self.config.pos_weight
+        if weight != "balanced":
+            return None if weight is None else torch.full((len(self.data.label_names),), float(weight))
+        labels = self.examples("train")["labels"]
+        positives = torch.from_numpy(np.array(labels.flat)).view(len(labels), -1).sum(0)
+        return torch.where(positives > 0, (len(labels) - positives) / positives.clamp(min=1), 1.0)
+
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """Return the sum over texts of the mean binary cross-entropy over labels, as in transformers."""
+        logits = head(mean_pool(hidden, segments)).float()
+        weight = None if self.pos_weight is None else self.pos_weight.to(logits.device)
+        targets = batch["labels"].view_as(logits)
+        losses = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction="none")
+        return losses.mean(1).sum()
+
+    def predict(
+        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
+    ) -> list[Any]:
+        """Return the probability of each label of each text."""
+        return head(mean_pool(hidden, segments)).float().sigmoid().tolist()
+
+    def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
+        """Return the labels of each text; `score` has the probability of every label."""
+        if self.threshold is None:
+            self.threshold = 0.5
+            if self.config.validation is not None:
+                self.threshold = best_threshold(np.array(self.targets(columns)), np.array(predictions))
+        chosen = np.array(predictions) >= self.threshold
+        return {"predicted": [self._names(np.flatnonzero(row)) for row in chosen], "score": predictions}
+
+    def gold(self, columns: Columns) -> list[Any]:
+        """Return the names of the correct labels."""
+        return [self._names(labels) for labels in columns["labels"]]
+
+    def _names(self, numbers: Iterable[int]) -> list[str]:
+        return [self.data.label_names[number] for number in numbers]
+
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
+        """Return `micro_f1`, `macro_f1`, `average_precision` and the `threshold`.
+
+        `average_precision` is the mean over the labels that occur; one that doesn't counts as 0 in `macro_f1` if it was
+        predicted, as in scikit-learn.
+        """
+        from sklearn.metrics import average_precision_score, f1_score
+
+        numbers = {name: number for number, name in enumerate(self.data.label_names)}
+        correct, predicted = (
+            multi_hot([[numbers[name] for name in names] for names in rows], len(numbers))
+            for rows in (gold, answers["predicted"])
+        )
+        scores: Any = {
+            f"{average}_f1": f1_score(correct, predicted, average=average, zero_division=0)  # pyright: ignore[reportArgumentType]
+            for average in ("micro", "macro")
+        }
+        occurs = correct.any(0)
+        probabilities = np.array(answers["score"])
+        precision = average_precision_score(correct[:, occurs], probabilities[:, occurs]) if occurs.any() else 0.0
+        return {**{name: float(score) for name, score in scores.items()},
+                "average_precision": float(precision), "threshold": float(self.threshold or 0.5)}  # fmt: skip
+
+
+def multi_hot(rows: Sequence[Sequence[int]], labels: int) -> np.ndarray:
+    """Return 1 for each row's labels and 0 for the others, int64 [rows, labels]."""
+    matrix = np.zeros((len(rows), labels), np.int64)
+    for row, numbers in enumerate(rows):
+        matrix[row, list(numbers)] = 1
+    return matrix
+
+
+def best_threshold(correct: np.ndarray, probabilities: np.ndarray) -> float:
+    """Return the threshold from 0.01 to 0.99 with the best micro F1; of equal ones, the nearest to 0.5.
+
+    Args:
+        correct: 0 or 1, [texts, labels].
+        probabilities: [texts, labels].
+    """
+    scores = {}
+    for percent in range(1, 100):
+        predicted = probabilities >= percent / 100
+        scores[percent] = 2 * (predicted & (correct > 0)).sum() / max(predicted.sum() + (correct > 0).sum(), 1)
+    return max(scores, key=lambda percent: (scores[percent], -abs(percent - 50))) / 100
+
+
 class TokenClassification(PredictionTask):
     """Trains with cross-entropy at the first token of each word, or at all; scores BIO labels.
 
-    Words are joined by spaces and tokenized like any other text, as in pretraining. A word beyond the maximum length, or
-    without a token of its own, is predicted as O.
+    Words are joined by spaces and tokenized like any other text, as in pretraining. A text beyond the maximum length is read
+    in overlapping windows, and each word in the window with more context around it. A word without a token of its own is
+    predicted as O.
     """
 
     family = "tokens"
@@ -139,23 +253,37 @@ class TokenClassification(PredictionTask):
     def build_head(self, width: int) -> nn.Module:
         """Return a head with an output for each label. Raises a UserError if they are not BIO labels."""
         names = self.data.label_names
-        if "O" not in names:
-            raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
+        if "O" not in names or any(name != "O" and name[:2] not in ("B-", "I-") for name in names):
+            problem = f"its labels are not BIO ({', '.join(names[:12])}), which seqeval scores"
+            raise UserError(f"{self.config.data}: {problem}: prepare it again with `biphasic tasks`")
         return TokenHead(width, len(names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
-        """Return the texts, and for each token its label and the index of the word that it labels, or -1 (`words`)."""
-        texts, words, labels = [], [], []
+        """Return the windows of texts, and for each token its label and the index of the word that it labels, or -1.
+
+        `about` has the row of each window.
+        """
+        texts, words, labels, about = [], [], [], []
+        before, after = len(self.text_tokenizer.prefix), len(self.text_tokenizer.suffix)
+        if (size := self.max_length - before - after) < 1:
+            raise UserError(f"task.max_length: {self.max_length} tokens leave no room for the text")
         encodings = self.text_tokenizer.tokenize_with_offsets([" ".join(words) for words in columns["tokens"]], title)
-        for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
-            text = self.text_tokenizer.with_special_tokens(ids, self.max_length)
-            labelled = np.full(len(text), -1)
-            own = labelled[len(self.text_tokenizer.prefix) : len(text) - len(self.text_tokenizer.suffix)][: len(ids)]
-            own[:] = word_of_each_token(sentence, offsets, self.config.labelled == "all")[: len(own)]
-            texts.append(np.array(text, np.int32))
-            words.append(labelled)
-            labels.append([IGNORE if word < 0 else numbers[word] for word in labelled])
-        return {"texts": Ragged.of(texts), "words": Ragged.of(words), "labels": Ragged.of(labels, np.int64)}
+        for row, (ids, offsets) in enumerate(encodings):
+            numbers = columns["labels"][row]
+            word_of = np.array(word_of_each_token(columns["tokens"][row], offsets, self.config.labelled == "all"))
+            ranges = windows(len(ids), size, _OVERLAP)
+            # A token that two windows have is labelled in the one with more tokens beside it.
+            middles = [(start + end) // 2 for (_, end), (start, _) in itertools.pairwise(ranges)]
+            for (first, last), own, until in zip(ranges, [0, *middles], [*middles, len(ids)], strict=True):
+                text = self.text_tokenizer.with_special_tokens(ids[first:last], self.max_length)
+                labelled = np.full(len(text), -1)
+                labelled[before + own - first : before + until - first] = word_of[own:until]
+                texts.append(np.array(text, np.int32))
+                words.append(labelled)
+                labels.append([IGNORE if word < 0 else numbers[word] for word in labelled])
+                about.append([row])
+        parts = {"texts": texts, "words": words, "about": about, "lost": [[0, 0]] * len(columns["tokens"])}
+        return {**{name: Ragged.of(rows) for name, rows in parts.items()}, "labels": Ragged.of(labels, np.int64)}
 
     def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
         """Return the number of tokens with a label."""
@@ -180,13 +308,13 @@ class TokenClassification(PredictionTask):
         """
         names = self.data.label_names
         predicted, scores = [], []
-        for row, (labels, probabilities) in enumerate(predictions):
-            votes = [dict[int, list[float]]() for _ in columns["tokens"][row]]
-            for word, label, probability in zip(
-                examples["words"][row].tolist(), labels.tolist(), probabilities.tolist(), strict=True
-            ):
+        votes_of = [[dict[int, list[float]]() for _ in words] for words in columns["tokens"]]
+        for window, (labels, probabilities) in enumerate(predictions):
+            [row], words = examples["about"][window], examples["words"][window].tolist()
+            for word, label, probability in zip(words, labels.tolist(), probabilities.tolist(), strict=True):
                 if word >= 0:
-                    votes[word].setdefault(label, []).append(probability)
+                    votes_of[row][word].setdefault(label, []).append(probability)
+        for votes in votes_of:
             # `max` returns the first of equal maxima, which is the label of the earliest token.
             best = [max(vote, key=lambda label: len(vote[label]), default=None) for vote in votes]
             predicted.append(["O" if label is None else names[label] for label in best])

@@ -33,7 +33,7 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
         "task": config.task.model_dump(mode="json"),
         "max_length": task.max_length,
         "label_names": task.label_names,
-        "no_answer_threshold": task.no_answer_threshold,
+        "threshold": task.threshold,
         "precision": config.precision,
         "microbatch_tokens": config.microbatch_tokens,
     }
@@ -56,7 +56,7 @@ def open_texts(file: str, kind: str) -> Table:
 
 
 def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
-    """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers.
+    """Yield the ids and columns of up to 100,000 rows at a time. A row without `id` or `_id` has its number as its id.
 
     Raises a UserError if a value is missing or of another type than the task reads.
     """
@@ -71,7 +71,8 @@ def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
                     expected = "a list of words" if name == "tokens" else "text"
                     raise UserError(f"{table.source}: row {row}: {name} is not {expected}: {value!r:.60}")
         numbers = range(first, first + len(columns[table.columns[0]]))
-        yield [str(name) for name in columns.get("id") or columns.get("_id") or numbers], columns
+        ids = columns.get("id") or columns.get("_id") or numbers
+        yield [str(number if id is None else id) for number, id in zip(numbers, ids, strict=True)], columns
 
 
 def load_finetuned(
@@ -88,7 +89,7 @@ def load_finetuned(
     settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
     config: Any = TypeAdapter(TaskConfig).validate_python(settings)
     task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.family})
-    task.no_answer_threshold = record["no_answer_threshold"]
+    task.threshold = record["threshold"]
     head = task.build_head(encoder.width)
     with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError):
         head.load_state_dict(load_file(Path(folder) / HEAD_FILE))
@@ -108,7 +109,7 @@ def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: 
     unknown: Columns = {
         "text_pair": [None] * len(ids),
         "label": [0] * len(ids),
-        "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [])],
+        "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [[]] * len(ids))],
         "answers": [{"text": []}] * len(ids),
     }
     rows = {**unknown, **{name: columns[name] for name in {*task.inputs, "text_pair"} & columns.keys()}}

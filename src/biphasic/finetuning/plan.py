@@ -13,6 +13,9 @@ from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, open_store
 from biphasic.storage.hub import why_missing
 
+_ROWS = 1000
+"""Number of first rows of each table of which a plan counts the texts that are cut."""
+
 
 def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
     """Return the plan, from the data's records and, if everything is there, the model's configuration and tokenizer.
@@ -59,10 +62,14 @@ def _add_data(job_plan: JobPlan, path: str, config: FinetuneConfig) -> None:
 
 
 def _add_cost(job_plan: JobPlan, config: FinetuneConfig) -> None:
-    from biphasic.finetuning.trial import estimate_cost
+    from biphasic.finetuning.trial import build_task, estimate_cost
 
     cost = estimate_cost(config)
     lines = job_plan.lines
+    cuts = build_task(config.model, config.task, config.cache).first_cuts(_ROWS)
+    for table, cut in cuts.items():
+        if description := cut.describe():
+            lines[f"{table} (first rows)"] = description
     lines["length"] = f"{cost.steps:,} batches of {config.batch_size}; {config.warmup} warmup"
     lines["tokens"] = f"about {cost.train_tokens:,.0f} to train on (four characters to a token)"
     if cost.flops is None or cost.bytes is None:

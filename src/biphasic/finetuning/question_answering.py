@@ -14,6 +14,7 @@ from biphasic.errors import UserError
 from biphasic.evaluation.squad import best_no_answer_threshold, squad_scores
 from biphasic.finetuning.spans import best_answer, best_span
 from biphasic.finetuning.task import Columns, Examples, PredictionTask, TaskBatch
+from biphasic.finetuning.truncation import windows
 from biphasic.model.heads import TokenHead
 from biphasic.model.segments import Segments
 
@@ -39,19 +40,22 @@ class QuestionAnswering(PredictionTask):
         the position of the context's first token; `offsets` each context token's characters, [first, end).
         """
         tokenizer = self.text_tokenizer
-        examples: dict[str, list[Any]] = {name: [] for name in ("texts", "labels", "about", "offsets")}
+        examples: dict[str, list[Any]] = {name: [] for name in ("texts", "labels", "about", "offsets", "lost")}
         questions = self._questions(columns["question"])
         contexts = tokenizer.tokenize_with_offsets(columns["context"], title)
         for row, (question, (ids, offsets)) in enumerate(zip(questions, contexts, strict=True)):
             answer = first_answer(columns["answers"][row], offsets)
-            begins = len(tokenizer.prefix) + len(question)
+            length, question = len(question), question[: self.max_length // 2]
+            begins, missed = len(tokenizer.prefix) + len(question), answer is not None
             for first, last in self._windows(len(question), len(ids)):
                 text = [*tokenizer.prefix, *question, *ids[first:last], *tokenizer.suffix]
                 inside = answer is not None and first <= answer[0] and answer[1] < last
+                missed = missed and not inside
                 examples["texts"].append(np.array(text or [tokenizer.empty_text_token], np.int32))
                 examples["labels"].append([begins + token - first for token in answer] if answer and inside else [0, 0])
                 examples["about"].append([row, begins])
                 examples["offsets"].append(np.array(offsets[first:last], np.int32).reshape(-1))
+            examples["lost"].append([length - len(question), missed])
         return {name: Ragged.of(rows, np.int64 if name == "labels" else np.int32) for name, rows in examples.items()}
 
     def _questions(self, questions: list[str]) -> list[list[int]]:
@@ -60,7 +64,7 @@ class QuestionAnswering(PredictionTask):
         before, separator, after = self.config.text.partition("{separator}")
         parts = [tokenizer.encode([part.format(question=text) for text in questions]) for part in (before, after)]
         between = [tokenizer.separator_id] if separator else []
-        return [(first + between + second)[: self.max_length // 2] for first, second in zip(*parts, strict=True)]
+        return [first + between + second for first, second in zip(*parts, strict=True)]
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
         """Return the range of context tokens, [first, end), of each window."""
@@ -69,9 +73,7 @@ class QuestionAnswering(PredictionTask):
             raise UserError(
                 f"task.max_length: {self.max_length} tokens leave no room for the context after the question"
             )
-        step = size - self.config.stride if self.config.stride < size else max(size // 2, 1)
-        starts = range(0, max(context - size, 0) + step, step)
-        return [(start, min(start + size, context)) for start in starts]
+        return windows(context, size, self.config.stride)
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the summed cross-entropy of the answers' first and last tokens."""
@@ -99,16 +101,16 @@ class QuestionAnswering(PredictionTask):
         With `unanswerable`, `no_answer` is the score to compare with the no-answer threshold; above it, `predicted` is
         empty. The threshold is chosen on the first scored split, which is the validation split.
         """
-        windows: list[list[Any]] = [[] for _ in columns["context"]]
+        by_row: list[list[Any]] = [[] for _ in columns["context"]]
         for index, prediction in enumerate(predictions):
-            windows[examples["about"][index][0]].append(prediction)
-        answers = zip(*map(best_answer, columns["context"], windows), strict=True)
+            by_row[examples["about"][index][0]].append(prediction)
+        answers = zip(*map(best_answer, columns["context"], by_row), strict=True)
         texts, scores, no_answer = (list(column) for column in answers)
         if not self.config.unanswerable:
             return {"predicted": texts, "score": scores}
-        if self.no_answer_threshold is None:
-            self.no_answer_threshold = best_no_answer_threshold(self.gold(columns), texts, no_answer)
-        threshold = self.no_answer_threshold
+        if self.threshold is None:
+            self.threshold = best_no_answer_threshold(self.gold(columns), texts, no_answer)
+        threshold = self.threshold
         predicted = ["" if score > threshold else text for text, score in zip(texts, no_answer, strict=True)]
         return {"predicted": predicted, "score": scores, "no_answer": no_answer}
 
@@ -118,10 +120,10 @@ class QuestionAnswering(PredictionTask):
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return the scores of SQuAD, and the no-answer threshold if there is one."""
-        if self.no_answer_threshold is None:
+        if self.threshold is None:
             return squad_scores(gold, answers["predicted"])
-        scores = squad_scores(gold, answers["predicted"], answers["no_answer"], self.no_answer_threshold)
-        return {**scores, "no_answer_threshold": self.no_answer_threshold}
+        scores = squad_scores(gold, answers["predicted"], answers["no_answer"], self.threshold)
+        return {**scores, "no_answer_threshold": self.threshold}
 
 
 def first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

@@ -27,6 +27,7 @@ from biphasic.evaluation.search import (
 )
 from biphasic.finetuning.retrieval_losses import LOSSES, LearnedTemperature
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
+from biphasic.finetuning.truncation import CutTexts, tokenize_cut
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -71,9 +72,9 @@ class Retrieval(FinetuneTask):
     def training_examples(self) -> Examples:
         """Return the training pairs.
 
-        `texts` has the queries; `documents` their documents, then all hard negatives; `ids` has one row, the documents'
-        hashes; `negatives` the indices of each query's hard negatives in `documents`; `scores`, where the loss needs
-        them, those of the query's document and hard negatives.
+        `texts` has the queries; `documents` their documents, then all hard negatives; `ids` and `query_ids` have one row,
+        the hashes of the documents and of the queries; `negatives` the indices of each query's hard negatives in
+        `documents`; `scores`, where the loss needs them, those of the query's document and hard negatives.
         """
 
         def make() -> Examples:
@@ -82,19 +83,48 @@ class Retrieval(FinetuneTask):
             negatives = [list(texts or []) for texts in columns["negatives"]]
             documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
             indices = iter(range(len(negatives), len(documents)))
+            tokenize = functools.partial(self._tokenize, self.text_tokenizer)
+            query_tokens, of_queries = tokenize(columns["query"], self.prompts["query"], "queries")
+            document_tokens, of_documents = tokenize(documents, self.prompts["document"], "documents")
             return {
-                "texts": self._tokenize(self.text_tokenizer, columns["query"], self.prompts["query"], "queries"),
-                "documents": self._tokenize(self.text_tokenizer, documents, self.prompts["document"], "documents"),
+                "texts": query_tokens,
+                "documents": document_tokens,
+                "lost": Ragged.of([*of_queries, *of_documents]),
                 "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
+                "query_ids": Ragged.of([[hash_text(text) for text in columns["query"]]], np.int64),
                 "negatives": Ragged.of([[next(indices) for _ in texts] for texts in negatives]),
                 **({"scores": Ragged.of(columns["scores"], np.float32)} if scored else {}),
             }
 
+        self.count_examples(0)
         examples = self.tokenize_once(self.data, "train", make)
-        pairs, missing = len(examples["texts"]), int((examples["negatives"].lengths == 0).sum())
-        if self.config.hard_negatives and missing:
-            raise UserError(f"task.hard_negatives: {missing:,} of {pairs:,} pairs in {self.config.data} have none")
+        self._relevance = _Relevance(examples)
+        several = sum(len(documents) > 1 for documents in self._relevance.documents.values())
+        if several and LOSSES[self.config.loss][1] == "ids":
+            them = "no negatives" if self.config.mask_positives else "negatives"
+            self.notes.append(
+                f"{several:,} of {len(self._relevance.documents):,} queries have several positives, which are {them} of the "
+                f"same query in a batch (task.mask_positives: {str(self.config.mask_positives).lower()})"
+            )
         return examples
+
+    def count_examples(self, enough: int) -> int:
+        """Return the number of pairs; a UserError if hard negatives are to be used and a pair has none."""
+        if self.config.hard_negatives:
+            counts = self.data.list_lengths("train", "negatives")
+            if missing := sum(not count for count in counts):
+                problem = f"{missing:,} of {len(counts):,} pairs in {self.config.data} have none"
+                raise UserError(f"task.hard_negatives: {problem}")
+        return self.data.size("train")[0]
+
+    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
+        """Return what is cut of the queries and documents of the first training pairs."""
+        columns = self.data.read("train", "pairs", rows)
+        lost = [
+            self._tokenize(self.text_tokenizer, columns[column], self.prompts[role], "")[1]
+            for column, role in (("query", "query"), ("positive", "document"))
+        ]
+        return {"train": CutTexts.of({"lost": Ragged.of([*lost[0], *lost[1]])}, self.max_length)}
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch."""
@@ -113,6 +143,8 @@ class Retrieval(FinetuneTask):
             "ids": torch.from_numpy(examples["ids"].flat[documents]),
             "queries": len(indices),
         }
+        if self.config.mask_positives:
+            batch |= self._relevance.of_pairs(examples, indices)
         if places and "scores" in examples:
             chosen = [[0, *(place + 1 for place in row)] for row in places]
             rows = [examples["scores"][index][row] for index, row in zip(indices, chosen, strict=True)]
@@ -128,8 +160,11 @@ class Retrieval(FinetuneTask):
         loss, compared = LOSSES[self.config.loss]
         temperature = head() if isinstance(head, LearnedTemperature) else self.config.temperature
         count = batch["queries"]
+        masks = {name: batch[name] for name in ("relevant", "query_ids", "relevant_queries") if name in batch}
+        if self.config.loss == "info_nce":
+            masks = {"relevant": masks["relevant"]} if masks else {}
         losses = [
-            loss(hidden[:count, :dimension], hidden[count:, :dimension], batch[compared], temperature)
+            loss(hidden[:count, :dimension], hidden[count:, :dimension], batch[compared], temperature, **masks)
             for dimension in self.config.dimensions or [None]
         ]
         return torch.stack(losses).sum() * count
@@ -184,7 +219,8 @@ class Retrieval(FinetuneTask):
         length = self.scored_tokenizer.max_length if isinstance(self.config.max_length, float) else self.max_length
 
         def make() -> Examples:
-            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table, length)}
+            texts, lost = self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table, length)
+            return {"texts": texts, "lost": lost}
 
         changed = {**{f"{each}_prompt": text for each, text in prompts.items()}, "scored_length": length}
         texts = self.tokenize_once(folder, table, make, changed)["texts"]
@@ -192,10 +228,10 @@ class Retrieval(FinetuneTask):
 
     def _tokenize(
         self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str, length: int | None = None
-    ) -> Ragged:
+    ) -> tuple[Ragged, Ragged]:
         prompted = [prompt + text for text in texts]
-        title = f"reading {self.config.name}: {title}"
-        return Ragged.of(tokenizer.tokenize(prompted, length or self.max_length, title))
+        title = title and f"reading {self.config.name}: {title}"
+        return tokenize_cut(tokenizer, prompted, length or self.max_length, title)
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         sets = {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
@@ -203,6 +239,35 @@ class Retrieval(FinetuneTask):
             if not _judged_splits(folder):
                 raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
         return sets
+
+
+class _Relevance:
+    """The relevant documents of each query among the training pairs, and the queries of each document, by their hashes."""
+
+    def __init__(self, examples: Examples):
+        self.documents: dict[int, list[int]] = {}
+        self.queries: dict[int, list[int]] = {}
+        queries = examples["query_ids"].flat.tolist()
+        documents = examples["ids"].flat[: len(queries)].tolist()
+        for query, document in dict.fromkeys(zip(queries, documents, strict=True)):
+            self.documents.setdefault(query, []).append(document)
+            self.queries.setdefault(document, []).append(query)
+
+    def of_pairs(self, examples: Examples, indices: Sequence[int]) -> TaskBatch:
+        """Return the masks of `symmetric_info_nce` for the chosen pairs."""
+        queries = examples["query_ids"].flat[list(indices)]
+        documents = examples["ids"].flat[list(indices)]
+        return {
+            "relevant": _padded([self.documents[query] for query in queries.tolist()]),
+            "query_ids": torch.from_numpy(queries),
+            "relevant_queries": _padded([self.queries[document] for document in documents.tolist()]),
+        }
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    """Return rows as a matrix, int64 [rows, longest], in which shorter ones repeat their first value."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + row[:1] * (longest - len(row)) for row in rows])
 
 
 def titled_texts(columns: dict[str, list[Any]]) -> list[str]:

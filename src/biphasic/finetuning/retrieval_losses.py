@@ -30,7 +30,9 @@ class LearnedTemperature(nn.Module):
         return self.initial * self.log_ratio.exp()
 
 
-def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float | Tensor) -> Tensor:
+def info_nce(
+    queries: Tensor, documents: Tensor, ids: Tensor, temperature: float | Tensor, relevant: Tensor | None = None
+) -> Tensor:
     """Return the cross-entropy of each query's own document among all documents of the global batch.
 
     This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With
@@ -41,9 +43,11 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
         queries: query embeddings [pairs, width].
         documents: embeddings [at least pairs, width] of the queries' documents in order, then of hard negatives.
         ids: int64 [documents]; a document with the same id as a query's own document is not a negative for it.
+        relevant: int64 [pairs, any], ids of documents that are not negatives for each query. None: its own document's.
     """
     queries, documents = F.normalize(queries.float(), dim=1), F.normalize(documents.float(), dim=1)
-    offset, count, own = 0, len(queries), ids[: len(queries)]
+    offset, count = 0, len(queries)
+    relevant = ids[:count, None] if relevant is None else relevant
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         from torch.distributed.nn.functional import all_gather
 
@@ -53,22 +57,32 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
         torch.distributed.all_gather(gathered, ids)
         ids = torch.cat(gathered)
     targets = torch.arange(offset, offset + count, device=queries.device)
-    duplicate = own[:, None] == ids[None, :]
-    duplicate[torch.arange(count, device=queries.device), targets] = False
+    masked = (relevant[:, :, None] == ids).any(1)
+    masked[torch.arange(count, device=queries.device), targets] = False
     with torch.autocast(queries.device.type, enabled=False):  # it would multiply in bf16, in steps of 0.1 and more
         similarities = queries @ documents.T / temperature
-    return F.cross_entropy(similarities.masked_fill(duplicate, float("-inf")), targets)
+    return F.cross_entropy(similarities.masked_fill(masked, float("-inf")), targets)
 
 
-def symmetric_info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float | Tensor) -> Tensor:
+def symmetric_info_nce(
+    queries: Tensor,
+    documents: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor,
+    relevant: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    relevant_queries: Tensor | None = None,
+) -> Tensor:
     """Return the mean of InfoNCE in both directions; arguments are as for `info_nce`.
 
     In the second direction, each query's document finds its query among all queries of the global batch. Queries of an
-    equal document are no negatives, and hard negatives take no part.
+    equal document are no negatives, nor those of `relevant_queries` (int64 [pairs, any]) among `query_ids`, and hard
+    negatives take no part.
     """
-    own, own_ids = documents[: len(queries)], ids[: len(queries)].contiguous()
-    backward = info_nce(own, queries, own_ids, temperature)
-    return (info_nce(queries, documents, ids, temperature) + backward) / 2
+    own = documents[: len(queries)]
+    own_ids = ids[: len(queries)].contiguous() if query_ids is None else query_ids
+    backward = info_nce(own, queries, own_ids, temperature, relevant_queries)
+    return (info_nce(queries, documents, ids, temperature, relevant) + backward) / 2
 
 
 def margin_mse(queries: Tensor, documents: Tensor, scores: Tensor, temperature: float | Tensor) -> Tensor:
@@ -107,7 +121,7 @@ def candidate_similarities(queries: Tensor, documents: Tensor, temperature: floa
     return F.cosine_similarity(queries[:, None].float(), candidates.float(), dim=2) / temperature
 
 
-LOSSES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, float | Tensor], Tensor], str]] = {
+LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "info_nce": (info_nce, "ids"),
     "symmetric_info_nce": (symmetric_info_nce, "ids"),
     "margin_mse": (margin_mse, "scores"),

@@ -61,6 +61,11 @@ def run(config: FinetuneConfig) -> Path:
         scores = (("validation", result.validation), ("test", result.test))
         parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores if score is not None]
         print_once(f"{result.name}: {', '.join(parts)}")
+    for note in task.notes:
+        print_once(f"{config.task.name}: {note}")
+    for table, cut in task.cut.items():
+        if description := cut.describe():
+            print_once(f"{config.task.name} {table}: {description}")
     for warning in task.data.record.get("warnings", []):
         print_once(f"WARNING: {config.task.name}: {warning}")
     if dist.get_global_rank() == 0:
@@ -101,4 +106,5 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         lowercase=encoder.text_tokenizer.settings.lowercase,
     )  # fmt: skip
     out = folder / "model"
-    export_finetuned(encoder, model.head, names, out, card, prompts=task.prompts, max_length=task.max_length)
+    options: Any = {"prompts": task.prompts, "max_length": task.max_length, "problem_type": task.problem_type}
+    export_finetuned(encoder, model.head, names, out, card, **options)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.finetuning.records import DownstreamResult
+from biphasic.finetuning.truncation import CutTexts
 from biphasic.grouping import full_groups
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches
 from biphasic.model.pooling import mean_pool
@@ -80,7 +81,7 @@ class TrainedModel:
                 bar.update(len(indices))
 
 
-RESULT_FORMAT = 2
+RESULT_FORMAT = 3
 """Version of tokenization and training. Increase it with every change that alters scores for the same settings."""
 _TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt", "labelled", "end_of_text"}
 """Keys of a `task:` section that affect the tokens, besides `max_length`."""
@@ -112,8 +113,10 @@ class FinetuneTask(ABC):
     """Required columns of new text. `id` and, for classifiers of pairs, `text_pair` are optional."""
     prompts: dict[str, str] = {}
     """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
-    no_answer_threshold: float | None = None
-    """The threshold that question answering chooses on the validation split and applies to predictions."""
+    problem_type: str | None = None
+    """transformers' name of the task of a text classifier, if its pipeline needs it."""
+    threshold: float | None = None
+    """The threshold that is chosen on the validation split and applied to predictions: of no answer, or of labels."""
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         self.config, self.cache = config, cache
@@ -121,6 +124,10 @@ class FinetuneTask(ABC):
         self.scored_tokenizer = self.text_tokenizer
         self.max_length = resolve_max_length(config.max_length, text_tokenizer.max_length)
         self.data = TaskFolder(config.data, cache, self.family, record)
+        self.cut: dict[str, CutTexts] = {}
+        """What was cut of the texts that were tokenized, by table."""
+        self.notes: list[str] = []
+        """What a person should know about the training data."""
 
     @property
     def label_names(self) -> list[str] | None:
@@ -151,6 +158,18 @@ class FinetuneTask(ABC):
     def tables(self) -> list[tuple[TaskFolder, str]]:
         """Return every table that affects the result."""
 
+    @abstractmethod
+    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
+        """Return what is cut of the first rows of each table of the task's own data, by its name."""
+
+    @abstractmethod
+    def count_examples(self, enough: int) -> int:
+        """Return the number of training examples, or a lower number of at least `enough`.
+
+        Raises:
+            UserError: they can't be used as the task is configured.
+        """
+
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """Return a microbatch of the chosen examples. Default: their tokens and labels."""
         tokens, lengths = examples["texts"].concatenate(indices)
@@ -180,7 +199,10 @@ class FinetuneTask(ABC):
             "longest": self.max_length,
             "settings": {**self.config.model_dump(include=_TOKENIZATION_KEYS), **(settings or {})},
         }
-        return cached(self.cache, key, make)
+        examples = cached(self.cache, key, make)
+        name = table if folder is self.data else f"{folder.path} {table}"
+        self.cut[name] = CutTexts.of(examples, int((settings or {}).get("scored_length", self.max_length)))
+        return examples
 
     def results(
         self, task: str, name: str, metrics: dict[str, dict[str, float]], data: str, file: str
@@ -232,15 +254,28 @@ class PredictionTask(FinetuneTask):
         """Return the examples of the training split."""
         return self.examples("train")
 
+    def count_examples(self, enough: int) -> int:
+        """Return the number of training examples, or that of the texts if they are enough. Windows are examples too."""
+        rows, _ = self.data.size("train")
+        if rows >= enough:
+            return rows
+        return len(self.tokenize(self.data.read("train", self.family), "")["texts"])
+
     def examples(self, split: str) -> Examples:
         """Return the examples of a split."""
         title = f"reading {self.config.name} {split}"
         return self.tokenize_once(self.data, split, lambda: self.tokenize(self.data.read(split, self.family), title))
 
+    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
+        """Return what is cut of the first rows of the training split and of all scored splits."""
+        tables = [table for _, table in self.tables()]
+        examples = {table: self.tokenize(self.data.read(table, self.family, rows), "") for table in tables}
+        return {table: CutTexts.of(each, self.max_length) for table, each in examples.items()}
+
     def evaluate(self, model: TrainedModel) -> Scored:
         """Return the scores, and a Parquet file for each split: `id`, `gold`, and the columns of `answers`."""
         metrics, files = {}, {}
-        self.no_answer_threshold = None
+        self.threshold = None
         for split in self.scored_splits():
             columns = self.data.read(split, self.family)
             answers = self.run(model, columns, self.examples(split), f"{self.config.name} {split}")

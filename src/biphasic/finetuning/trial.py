@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, warmup_batches
-from biphasic.finetuning.classification import Classification, Regression, TokenClassification
+from biphasic.finetuning.classification import Classification, MultiLabel, Regression, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.records import TrialCost, TrialResult
 from biphasic.finetuning.retrieval import Retrieval
@@ -38,6 +38,7 @@ from biphasic.ranks import COLLECTIVE_SECONDS
 
 FAMILIES: dict[str, type[FinetuneTask]] = {
     "classification": Classification,
+    "multi_label": MultiLabel,
     "regression": Regression,
     "tokens": TokenClassification,
     "question_answering": QuestionAnswering,
@@ -162,6 +163,7 @@ def train_and_score(
         **summary,
         "parameters": sum(weight.numel() for weight in weights),
         "ranks": dist.get_world_size(),
+        "cut": {name: asdict(cut) for name, cut in task.cut.items() if cut.describe()},
         "config": dump(config),
         **provenance(),
     }
@@ -192,16 +194,17 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     rows, characters = task.data.size("train")
     special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
     tokens_each = min(characters / 4 / rows + special, task.max_length)
-    steps = count_steps(config, max(rows, config.batch_size))
-    if config.task.kind != "question_answering":  # a long context makes several examples
+    steps = count_steps(config, task.count_examples(config.batch_size))
+    if config.task.kind not in ("question_answering", "tokens"):
         warmup_batches(config, steps)
     train_tokens = steps * config.batch_size * tokens_each
     scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     architecture = _architecture(config.model)
+    with torch.device("meta"):
+        task.build_head(1 << 20 if architecture is None else architecture.hidden)  # checks labels and dimensions
     if architecture is None:
         return TrialCost(None, None, None, steps, train_tokens)
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
-    task.build_head(architecture.hidden)  # checks the dimensions
     parameters = architecture.parameters - architecture.head_parameters
     forward = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
     is_bf16 = config.precision == "amp_bf16"
