@@ -68,7 +68,7 @@ def test_a_word_has_the_label_of_most_of_its_tokens(toy: Path, tokenizer: TextTo
     config = TokensConfig(kind="tokens", name="c", data=str(toy / "tasks" / "conll2003"), labelled="all")
     task = TokenClassification(config, tokenizer, str(tmp_path))
     names = task.data.label_names
-    examples = {"words": Ragged.of([[0, 0, 0, 1, 1, -1]])}
+    examples = {"words": Ragged.of([[0, 0, 0, 1, 1, -1]]), "about": Ragged.of([[0]])}
     labels, probabilities = np.array([1, 2, 2, 2, 1, 0]), np.array([0.9, 0.5, 0.6, 0.7, 0.8, 1.0])
     answers = task.answers({"tokens": [["a", "b", "c"]]}, examples, [(labels, probabilities)])
     assert answers == {"predicted": [[names[2], names[2], "O"]], "score": [[0.5, 0.7, None]]}

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.errors import UserError
 from biphasic.export.folder import require_export
-from biphasic.export.write import write_atomically
+from biphasic.export.write import HEAD_FILE, write_atomically
 from biphasic.model.encoder import Encoder, load_encoder
+from biphasic.model.heads import TextHead
 from biphasic.model.pooling import Pooling
 from biphasic.model.segments import Segments
+from biphasic.storage import user_errors
 
 FOLDER = "onnx"
 GRAPH, WEIGHTS = "model.onnx", "model.onnx_data"
@@ -42,17 +45,21 @@ _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
 
 
 class PaddedEncoder(nn.Module):
-    """transformers' EuroBERT or ModernBERT on padded batches, with PyTorch's attention (`sdpa`) and mean pooling."""
+    """transformers' EuroBERT or ModernBERT on padded batches, with PyTorch's attention (`sdpa`) and mean pooling.
 
-    def __init__(self, backbone: Any):
+    `head` is a fine-tuned text classifier's, which reads the embedding.
+    """
+
+    def __init__(self, backbone: Any, head: nn.Module | None = None):
         super().__init__()
         backbone.set_attn_implementation("sdpa")
-        self.backbone = backbone
+        self.backbone, self.head = backbone, head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return hidden states [batch, length, width], zero at padding, and embeddings [batch, width], in the model's dtype.
 
-        Both inputs are int64 [batch, length]. The mask is 0 at padding, on either side.
+        With a head, also logits [batch, labels]. Both inputs are int64 [batch, length]. The mask is 0 at padding, on
+        either side.
         """
         kept = attention_mask != 0
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
@@ -67,7 +74,8 @@ class PaddedEncoder(nn.Module):
         output = self.backbone(input_ids=input_ids, attention_mask=mask, position_ids=positions)
         hidden = output.last_hidden_state * kept[..., None].to(dtype)
         # A text without tokens has an embedding of zeros.
-        return hidden, hidden.sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
+        embedding = hidden.sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
+        return (hidden, embedding) if self.head is None else (hidden, embedding, self.head(embedding))
 
 
 def require_onnx() -> None:
@@ -79,6 +87,8 @@ def require_onnx() -> None:
 
 def export_onnx(folder: Path, int8: bool = False) -> Path:
     """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
+
+    The graph of a fine-tuned text classifier also has its logits; that of other heads has the encoder alone.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
     Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path.
@@ -106,8 +116,9 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
     generator, ids = random.Random(0), range(encoder.tokenizer.vocab_size - 1)
     lengths = sorted({min(length, encoder.text_tokenizer.max_length) for length in _LENGTHS})
     texts = [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
-    expected = [_packed(encoder, text) for text in texts]
-    padded = PaddedEncoder(encoder.backbone).eval()
+    head = _text_head(folder)
+    expected = [_packed(encoder, head, text) for text in texts]
+    padded = PaddedEncoder(encoder.backbone, head).eval()
     differences = list[str]()
 
     def fill(partial: Path) -> None:
@@ -136,12 +147,27 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
     return folder / FOLDER / GRAPH
 
 
+def _text_head(folder: Path) -> TextHead | None:
+    """Return the head of a fine-tuned text classifier, or None for another head and none."""
+    if not (file := folder / HEAD_FILE).is_file():
+        return None
+    with user_errors(f"{file}: can't be read"):
+        weights = load_file(file)
+    if "dense.weight" not in weights:
+        return None
+    labels, width = weights["classifier.weight"].shape
+    head = TextHead(width, labels).eval()
+    head.load_state_dict(weights)
+    return head
+
+
 @torch.inference_mode()
-def _packed(encoder: Encoder, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the hidden states [tokens, width] and embedding [width] of a text, by packed attention."""
+def _packed(encoder: Encoder, head: nn.Module | None, text: Tensor) -> tuple[Tensor, ...]:
+    """Return the hidden states [tokens, width], embedding [width] and any logits of a text, by packed attention."""
     segments = Segments.of([len(text)], torch.device("cpu"))
     hidden = encoder.hidden(text, segments)
-    return hidden, encoder.pooling(hidden, segments)[0]
+    embedding = encoder.pooling(hidden, segments)[0]
+    return (hidden, embedding) if head is None else (hidden, embedding, head(embedding))
 
 
 def _trace(model: PaddedEncoder, folder: Path) -> None:
@@ -159,7 +185,7 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
             model,
             (tokens, mask),
             input_names=["input_ids", "attention_mask"],
-            output_names=["last_hidden_state", "sentence_embedding"],
+            output_names=["last_hidden_state", "sentence_embedding", *(["logits"] if model.head is not None else [])],
             dynamic_shapes=(axes, axes),
             dynamo=True,
             verbose=False,
@@ -184,22 +210,22 @@ def _quantize(model: PaddedEncoder, folder: Path) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the graph's largest difference (or NaN) from the expected hidden states and embeddings."""
+def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]) -> float:
+    """Return the graph's largest difference (or NaN) from the expected outputs."""
     differences = [(one - other).abs().max() for pair in _outputs(graph, texts, expected) for one, other in pair]
     return float(torch.stack(differences).max())
 
 
-def _cosine_distance(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
+def _cosine_distance(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]) -> float:
     """Return the largest cosine distance (or NaN) of the graph's embeddings from the expected ones."""
     distances = [1 - torch.cosine_similarity(*pair[1]) for pair in _outputs(graph, texts, expected)]
     return float(torch.cat(distances).max())
 
 
 def _outputs(
-    graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Yield (output, expected) of hidden states and of embeddings, for single texts and batches padded on either side."""
+    graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]
+) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+    """Yield (output, expected) of each kind of output, for single texts and batches padded on either side."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -211,6 +237,7 @@ def _outputs(
         tokens = pad_sequence(batch, batch_first=True, padding_side=side)
         mask = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True, padding_side=side)
         outputs = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
-        hidden, embeddings = (torch.from_numpy(output) for output in outputs)
-        expected_hidden, means = zip(*results, strict=True)
-        yield (hidden[mask.bool()], torch.cat(expected_hidden)), (embeddings, torch.stack(means))
+        hidden, *others = (torch.from_numpy(output) for output in outputs)
+        expected_hidden, *of_texts = zip(*results, strict=True)
+        pairs = zip(others, map(torch.stack, of_texts), strict=True)
+        yield (hidden[mask.bool()], torch.cat(expected_hidden)), *pairs

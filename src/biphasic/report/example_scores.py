@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ from biphasic.sweep.records import PREDICTIONS_FOLDER, read_grid, read_records
 from biphasic.sweep.selection import choose_rates, trials_by_group
 
 Columns = dict[str, list[Any]]
-_FAMILIES = ("classification", "regression", "tokens", "question_answering", "retrieval")
+_FAMILIES = ("classification", "multi_label", "regression", "tokens", "question_answering", "retrieval")
+_NOT_BY_EXAMPLE = (("multi_label", "macro_f1"), ("multi_label", "average_precision"))
+"""Families and metrics whose score on a resample needs more than a few values of each example."""
 _TOLERANCE = 1e-4
 """Largest difference between a recorded score and that of the stored predictions: mteb rounds to five digits."""
 
@@ -143,7 +145,7 @@ def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str)
     scores = SetScores(result.data, table, fingerprint, {}, {})
     for seed, (folder, result) in trials.items():
         file = f"{folder}/{result.file}"
-        if result.test is None or result.family not in _FAMILIES or not result.file or store.stat(file) is None:
+        if result.test is None or not _is_known(result) or not result.file or store.stat(file) is None:
             model.left_out.append(result.name)
             return
         content = pq.read_table(io.BytesIO(store.read(file)))
@@ -155,6 +157,10 @@ def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str)
                 f"{store.root}/{file}: its {result.metric} is {score:.5f}, but {result.test:.5f} is recorded"
             )
     model.sets[result.name.removesuffix(f" {result.metric}"), result.metric] = scores
+
+
+def _is_known(result: DownstreamResult) -> bool:
+    return result.family in _FAMILIES and (result.family, result.metric) not in _NOT_BY_EXAMPLE
 
 
 def example_values(result: DownstreamResult, columns: Columns) -> ExampleValues:
@@ -170,6 +176,8 @@ def example_values(result: DownstreamResult, columns: Columns) -> ExampleValues:
         threshold = result.more["test"].get("no_answer_threshold", np.inf)
         rows = zip(gold, predicted, columns.get("no_answer", [-np.inf] * len(gold)), strict=True)
         quality = np.array([squad_scores([row[0]], [row[1]], [row[2]], threshold)[metric] for row in rows])
+    elif result.family == "multi_label":
+        return set_counts(zip(map(set, gold), map(set, predicted), strict=True))
     elif result.family == "tokens" and metric == "f1":
         return entity_counts(gold, predicted)
     elif result.family == "tokens":
@@ -197,9 +205,12 @@ def entity_counts(gold: list[list[str]], predicted: list[list[str]]) -> ExampleV
     """Return the numbers of correct, of predicted and of gold entities of each sentence, as seqeval finds them."""
     from seqeval.metrics.sequence_labeling import get_entities
 
-    pairs = [
-        (set(get_entities(first)), set(get_entities(second))) for first, second in zip(gold, predicted, strict=True)
-    ]
+    pairs = zip(gold, predicted, strict=True)
+    return set_counts((set(get_entities(first)), set(get_entities(second))) for first, second in pairs)
+
+
+def set_counts(pairs: Iterable[tuple[set[Any], set[Any]]]) -> ExampleValues:
+    """Return the numbers of correct, of predicted and of gold elements of each example, for a micro F1."""
     counts = np.array([(len(first & second), len(second), len(first)) for first, second in pairs], float)
     return ExampleValues(counts, _f1, 2 * counts[:, 0] - counts[:, 1] - counts[:, 2])
 
