@@ -1,0 +1,94 @@
+"""What a run refuses about its data, its plan refuses in the same words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.downstream.prepare import prepare_task
+from biphasic.errors import UserError
+from biphasic.finetuning.plan import plan_finetuning
+from biphasic.finetuning.run import run
+from helpers.downstream_sets import jsonl, one_task
+from helpers.toy_sets import config_of
+
+TEXTS = [{"text": f"w{20 + at % 40}", "label": at % 3} for at in range(40)]
+WORDS = [{"tokens": ["w20", "w21"], "labels": ["O", "B-PER"]} for _ in range(40)]
+
+
+def prepared(folder: Path, rows: list[dict[str, Any]], **task: Any) -> str:
+    files = {"train": [jsonl(folder / "rows.jsonl", rows)]}
+    splits = dict.fromkeys(("train", "validation", "test"), "train")
+    prepare_task("it", one_task(folder, {"source": {"files": files}, "splits": splits, **task}))
+    return str(folder / "out" / "it")
+
+
+def few(folder: Path) -> dict[str, Any]:
+    data = prepared(folder, TEXTS[:24], kind="classification", text_column="text")
+    return {"kind": "classification", "data": data}
+
+
+def few_words(folder: Path) -> dict[str, Any]:
+    data = prepared(folder, WORDS[:24], kind="tokens", labels_column="labels")
+    return {"kind": "tokens", "data": data}
+
+
+def f1_of_three(folder: Path) -> dict[str, Any]:
+    data = prepared(folder, TEXTS, kind="classification", text_column="text")
+    return {"kind": "classification", "data": data, "metrics": ["f1"]}
+
+
+def pairs_of_single_texts(folder: Path) -> dict[str, Any]:
+    data = prepared(folder, TEXTS, kind="classification", text_column="text")
+    return {"kind": "classification", "data": data, "text": "{text} {text_pair}"}
+
+
+def labels_of_an_older_set(folder: Path) -> dict[str, Any]:
+    """As an earlier version of `biphasic tasks` wrote it."""
+    data = prepared(folder, WORDS, kind="tokens", labels_column="labels")
+    record = json.loads((Path(data) / "task.json").read_text())
+    (Path(data) / "task.json").write_text(json.dumps({**record, "label_names": ["O", "LOC"]}))
+    return {"kind": "tokens", "data": data}
+
+
+def no_split(folder: Path) -> dict[str, Any]:
+    data = prepared(folder, TEXTS, kind="classification", text_column="text")
+    return {"kind": "classification", "data": data, "tests": {"it": "other"}}
+
+
+def without_negatives(folder: Path) -> dict[str, Any]:
+    pairs = [{"query": f"w{20 + at}", "positive": f"w{30 + at}"} for at in range(20)] * 2
+    pairs = [{**pair, "hard": ["w50"] if at % 4 else []} for at, pair in enumerate(pairs)]
+    corpus = [{"_id": f"d{at}", "text": f"w{30 + at}"} for at in range(20)]
+    queries = [{"_id": f"q{at}", "text": f"w{20 + at}"} for at in range(20)]
+    qrels = [{"query-id": f"q{at}", "corpus-id": f"d{at}", "score": 1} for at in range(20)]
+    names = ("pairs", "corpus", "queries", "qrels")
+    files = {name: {"files": [jsonl(folder / f"{name}.jsonl", rows)]} for name, rows in
+             zip(names, (pairs, corpus, queries, qrels), strict=True)}  # fmt: skip
+    task = {"kind": "retrieval", "corpus": files["corpus"], "queries": [files["queries"]], "judged_only": False}
+    task |= {"train": {**files["pairs"], "negatives_column": "hard"}}
+    prepare_task("it", one_task(folder, {**task, "qrels": {"validation": files["qrels"], "test": files["qrels"]}}))
+    return {"kind": "retrieval", "data": str(folder / "out" / "it"), "hard_negatives": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (few, "24 training examples don't fill one batch of 32"),
+        (few_words, "24 training examples don't fill one batch of 32"),
+        (f1_of_three, "task.metrics: f1 needs two labels"),
+        (pairs_of_single_texts, "task.text: uses {text_pair}, but .* has single texts"),
+        (labels_of_an_older_set, "its labels are not BIO .O, LOC., which seqeval scores: prepare it again"),
+        (no_split, "has no other .it has: "),
+        (without_negatives, "task.hard_negatives: 10 of 40 pairs in .* have none"),
+    ],
+)
+def test_plan_and_run_refuse_the_same_data(make: Any, message: str, toy: Path, tmp_path: Path) -> None:
+    task = {"name": "it", **make(tmp_path)}
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, task=task, max_duration="1ep")
+    with pytest.raises(UserError, match=message) as error:
+        run(config)
+    assert plan_finetuning(config, 1).problems == [str(error.value)]
