@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -226,3 +227,19 @@ def test_message_of_an_invalid_file(text: str, message: str, tmp_path: Path) -> 
         load(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value) or "can't be read" in message
+
+
+@pytest.mark.parametrize("text", ["{text} {text_pair}", "{text}", "{text}: {text_pair}", " {text_pair}, {text}"])
+def test_a_template_is_an_override_as_a_shell_passes_it(text: str) -> None:
+    """YAML would take the first one for a damaged mapping and the second for a mapping."""
+    file = ROOT / "yamls" / "finetune" / "own_classification.yaml"
+    task: Any = load(file, [f"task.text={text}"]).task
+    assert task.text == text
+
+
+def test_the_override_in_a_yaml_s_comment_works_in_a_shell() -> None:
+    file = ROOT / "yamls" / "finetune" / "own_classification.yaml"
+    comment = file.read_text().splitlines()[0]
+    [override] = [word for word in shlex.split(comment) if word.startswith("task.text=")]
+    task: Any = load(file, [override]).task
+    assert task.text == "{text} {text_pair}"

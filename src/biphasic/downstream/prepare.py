@@ -40,7 +40,8 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
             writer.store.remove(file for file in writer.store.list() if file.endswith(".parquet"))
             WRITERS[task.kind](writer, task)
             about = {"task": name, **task.model_dump(include={"kind", "license", "homepage"})}
-            record = {**about, "label_names": writer.label_names, **writer.record, "settings": _settings(config, name)}
+            names = {"label_names": writer.label_names, "notes": writer.notes}
+            record = {**about, **names, **writer.record, "settings": _settings(config, name)}
             writer.store.write(TASK_RECORD, json_bytes(record))
             writer.store.remove([STARTED])
         finally:
@@ -76,7 +77,9 @@ def read_finished(path: str, settings: dict[str, Any]) -> dict[str, Any] | None:
         raise UserError(f"{path}/{TASK_RECORD} is not a task's record; choose another output") from None
     if recorded != settings:
         keys = ", ".join(sorted(key for key in {*recorded, *settings} if recorded.get(key) != settings.get(key)))
-        raise UserError(f"{path} was made with other settings ({keys} differ): remove it, or choose another output")
+        notes = "; ".join(record.get("notes", [])) if "label_names" in keys else ""
+        here = f"; it has {notes}" if notes else ""
+        raise UserError(f"{path} was made with other settings ({keys} differ{here}): remove it, or choose another output")
     return record
 
 
@@ -136,6 +139,7 @@ def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
         counts = [f"{count:,} of {file} ({reason})"
                   for file, reasons in record[key].items() for reason, count in reasons.items()]  # fmt: skip
         remarks += f"; {words}: {', '.join(counts)}" if counts else ""
+    remarks += "".join(f"; {note}" for note in record.get("notes", []) if note.startswith("labels"))
     warnings = [f"\n  WARNING: {warning}" for warning in record["warnings"]]
     return f"{name}: {rows} rows{remarks}; {path} [{record['license']}]{''.join(warnings)}"
 
