@@ -111,7 +111,7 @@ def test_answers_are_learned_saved_and_predicted(toy: Path, tmp_path: Path) -> N
     saved = str(folder / "model")
     model, task = load_finetuned(saved, read_task(saved) or {})
     columns = {"question": ["which"], "context": ["w1 w2 w3 w4"]}
-    answers = predict(model, task, ["a"], columns)
+    answers, _ = predict(model, task, ["a"], columns)
     ids = AutoTokenizer.from_pretrained(saved)("w1 w2").input_ids
     assert ids[-1] == model.encoder.tokenizer.eos_id
     network = AutoModelForTokenClassification.from_pretrained(saved)

@@ -200,7 +200,10 @@ def _predict(model: str, record: Any, table: Table, trusts: bool) -> Iterator[di
 
     trained, task = load_finetuned(model, record, trusts)
     for ids, columns in portions(table):
-        yield predict(trained, task, ids, columns)
+        predictions, cut = predict(trained, task, ids, columns)
+        if description := cut.describe():
+            print(description, flush=True)
+        yield predictions
 
 
 def _embed(path: str, table: Table, prompt: str | None, trusts: bool) -> Iterator[dict[str, Any]]:
@@ -228,6 +231,8 @@ def _embed(path: str, table: Table, prompt: str | None, trusts: bool) -> Iterato
                 embeddings = embedder.embed(texts[first : first + _TEXTS_AT_ONCE], bar.update)
                 vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), embedder.width)
                 yield {"id": ids[first : first + _TEXTS_AT_ONCE], "embedding": vectors}
+    if embedder.cut:
+        print(f"{embedder.cut:,} texts were longer than {encoder.text_tokenizer.max_length:,} tokens and were cut")
 
 
 def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
@@ -285,6 +290,8 @@ def mine(options: Namespace) -> int:
             f"{options.out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "
             f"{mined['fewer']:,} have fewer than {options.count}, {mined['without']:,} had none and were left out; "
             f"{mined['near_duplicates']:,} positives and near duplicates were not used"
+            + f"; {mined['texts_cut']:,} texts were cut at the model's maximum length"
+            * bool(mined["texts_cut"])
         )
         print(after_mining(options.model, options.out, options.count))
     return 0

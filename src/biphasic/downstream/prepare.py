@@ -79,7 +79,9 @@ def read_finished(path: str, settings: dict[str, Any]) -> dict[str, Any] | None:
         keys = ", ".join(sorted(key for key in {*recorded, *settings} if recorded.get(key) != settings.get(key)))
         notes = "; ".join(record.get("notes", [])) if "label_names" in keys else ""
         here = f"; it has {notes}" if notes else ""
-        raise UserError(f"{path} was made with other settings ({keys} differ{here}): remove it, or choose another output")
+        raise UserError(
+            f"{path} was made with other settings ({keys} differ{here}): remove it, or choose another output"
+        )
     return record
 
 

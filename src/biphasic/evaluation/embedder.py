@@ -37,6 +37,8 @@ class EncoderEmbedder:
         self.width: int = self.dimension or self.encoder.width
         self.device: torch.device = next(self.encoder.backbone.parameters()).device
         """The device of the weights; embeddings are compared on it."""
+        self.cut = 0
+        """Number of texts so far that were longer than the model's maximum length."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -62,7 +64,9 @@ class EncoderEmbedder:
         Raises:
             UserError: an embedding is not finite.
         """
-        ids = self.encoder.tokenize(texts)
+        tokenizer = self.encoder.text_tokenizer
+        ids, cut = zip(*tokenizer.tokenize_and_count(texts, tokenizer.max_length), strict=True) if texts else ((), ())
+        self.cut += sum(map(bool, cut))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             embeddings = self.encoder.embed(ids, progress)[:, : self.width]
         finite = embeddings.isfinite().all(1)
@@ -82,6 +86,7 @@ class RandomEmbedder:
     sentence_settings = SentenceSettings()
     settings: dict[str, Any] = {}
     device = torch.device("cpu")
+    cut = 0
 
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
         """Return standard normal embeddings, fp32 [texts, width]."""

@@ -112,7 +112,10 @@ def _record(
     mteb_task, start, record = load(), time.monotonic(), dict[str, Any]()
     is_first = dist.get_global_rank() == 0
     # BM25 runs on the first rank only.
-    scored = score(system.model, mteb_task) if isinstance(system.model, Retriever) or is_first else None
+    is_embedded = isinstance(system.model, Retriever)
+    before = system.model.embedder.cut if is_embedded else 0
+    scored = score(system.model, mteb_task) if is_embedded or is_first else None
+    cut = sum(dist.all_gather_object(system.model.embedder.cut - before if is_embedded else 0))
     if is_first and scored is not None:
         store = open_store(str(folder))
         results = folder if task.official and documents == "full" else folder / "local"
@@ -134,8 +137,10 @@ def _record(
             rows.append(row)
         seconds = time.monotonic() - start
         about |= {"source": task.source, "settings": dict(system.settings)}
-        record = {"system": system.name, "scores": rows, "about": about, "seconds": seconds}
+        record = {"system": system.name, "scores": rows, "about": about, "seconds": seconds, "cut": cut}
         store.write(name, json_bytes(record))
+        if cut:
+            print_once(f"{task.name}, {system.name}: {cut:,} texts were longer than the model's maximum and were cut")
         for row in rows:
             value = f"{row['metric']} {row['value']:.4f}"
             print_once(f"{row['task']} {row['split']}, {system.name}: {value} ({format_seconds(seconds)})")

@@ -18,6 +18,7 @@ from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
 from biphasic.finetuning.trial import FAMILIES
+from biphasic.finetuning.truncation import CutTexts
 from biphasic.model.encoder import load_encoder
 from biphasic.storage import first_line, user_errors
 
@@ -99,8 +100,10 @@ def load_finetuned(
     return TrainedModel(encoder, head, record["microbatch_tokens"], bf16), task
 
 
-def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> Columns:
-    """Return the predictions for new text: `id`, `predicted`, `score` and other columns of the family's `answers`.
+def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> tuple[Columns, CutTexts]:
+    """Return the predictions for new text and what of it was cut.
+
+    The predictions are `id`, `predicted`, `score` and other columns of the family's `answers`.
 
     Raises:
         UserError: the text can't be used.
@@ -113,4 +116,5 @@ def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: 
         "answers": [{"text": []}] * len(ids),
     }
     rows = {**unknown, **{name: columns[name] for name in {*task.inputs, "text_pair"} & columns.keys()}}
-    return {"id": ids, **task.run(model, rows, task.tokenize(rows, ""), "predictions")}
+    examples = task.tokenize(rows, "")
+    return {"id": ids, **task.run(model, rows, examples, "predictions")}, CutTexts.of(examples, task.max_length)

@@ -117,7 +117,8 @@ def mine(
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
         print_once(f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}")
         mined = _mine(embedder, pool, settings, Path(cache))
-        about = {"model": model, "task_folder": task_folder}
+        cut = sum(dist.all_gather_object(embedder.cut))
+        about = {"model": model, "task_folder": task_folder, "texts_cut": cut}
         record = from_first_rank(lambda: _write(source, out, pool, mined, about, settings))
     return record
 

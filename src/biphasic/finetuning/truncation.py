@@ -9,7 +9,7 @@ from string import Formatter
 import numpy as np
 
 from biphasic.downstream.array_cache import Ragged
-from biphasic.model.encoder import TextTokenizer
+from biphasic.model.encoder import TextTokenizer, lowercased
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,11 @@ def tokenize_cut(
     tokenizer: TextTokenizer, texts: Sequence[str], max_length: int, title: str = ""
 ) -> tuple[Ragged, Ragged]:
     """Return the token ids of texts, cut at their ends, and `[tokens lost, 0]` of each text."""
-    lost = []
-
-    def rows() -> object:
-        for ids in tokenizer.tokenize(texts, 2**62, title):
-            text = ids
-            if len(ids) > max_length:
-                inner = ids[len(tokenizer.prefix) : len(ids) - len(tokenizer.suffix)]
-                text = tokenizer.with_special_tokens(inner, max_length)
-            lost.append([len(ids) - len(text), 0])
-            yield text
-
-    return Ragged.of(rows()), Ragged.of(lost)  # pyright: ignore[reportArgumentType]
+    rows, lost = [], []
+    for ids, cut in tokenizer.tokenize_and_count(texts, max_length, title):
+        rows.append(np.array(ids, np.int32))
+        lost.append([cut, 0])
+    return Ragged.of(rows), Ragged.of(lost)
 
 
 def format_and_cut(
@@ -77,27 +70,23 @@ def format_and_cut(
     `longest_first`, and the template's own text is kept.
     """
     pieces = [(literal, field) for literal, field, _, _ in Formatter().parse(template)]
-    lower = str.lower if tokenizer.settings.lowercase else str
+    lower = lowercased if tokenizer.settings.lowercase else str
     texts, lost = [], []
     formatted = ["".join(lower(each) + (lower(row[field]) if field else "") for each, field in pieces) for row in rows]
     room = max(max_length - len(tokenizer.prefix) - len(tokenizer.suffix), 0)
-    special = len(tokenizer.prefix) + len(tokenizer.suffix)
     at_end = len([field for _, field in pieces if field]) == 1 and template.endswith("}")
-    for row, text, ids in zip(rows, formatted, tokenizer.tokenize(formatted, 2**62, title), strict=True):
-        excess = len(ids) - special - room
-        if excess > 0:
-            inner = ids[len(tokenizer.prefix) : len(ids) - len(tokenizer.suffix)]
-            if not at_end:
-                spans, end = [], 0
-                for literal, field in pieces:
-                    start = end + len(lower(literal))
-                    end = start + len(lower(row[field]) if field else "")
-                    spans.append((start, end))
-                [(_, offsets)] = tokenizer.tokenize_with_offsets([text])
-                inner = _without_longest(inner, offsets, spans, room)
-            ids = tokenizer.with_special_tokens(inner, max_length)
-        texts.append(np.array(ids[:max_length], np.int32))
-        lost.append([max(excess, 0), 0])
+    tokens = tokenizer.tokenize_and_count(formatted, max_length, title)
+    for row, text, (ids, cut) in zip(rows, formatted, tokens, strict=True):
+        if cut and not at_end:
+            spans, end = [], 0
+            for literal, field in pieces:
+                start = end + len(lower(literal))
+                end = start + len(lower(row[field]) if field else "")
+                spans.append((start, end))
+            [(whole, offsets)] = tokenizer.tokenize_with_offsets([text])
+            ids = tokenizer.with_special_tokens(_without_longest(whole, offsets, spans, room), max_length)
+        texts.append(np.array(ids, np.int32))
+        lost.append([cut, 0])
     return Ragged.of(texts), Ragged.of(lost)
 
 

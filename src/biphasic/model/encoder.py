@@ -95,11 +95,19 @@ class TextTokenizer:
 
     def tokenize(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[list[int]]:
         """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
+        for ids, _ in self.tokenize_and_count(texts, max_length, title):
+            yield ids
+
+    def tokenize_and_count(
+        self, texts: Sequence[str], max_length: int, title: str = ""
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yield each text's token ids, as `tokenize` does, and the number of tokens that were cut from its end."""
+        room = max(max_length - len(self.prefix) - len(self.suffix), 0)
         for portion in _portions(texts, title):
             if self.settings.lowercase:
-                portion = [Lowercase().normalize_str(text) for text in portion]  # as sentence-transformers does
+                portion = [lowercased(text) for text in portion]
             for ids in self.tokenizer.encode(portion):
-                yield self.with_special_tokens(ids, max_length)
+                yield self.with_special_tokens(ids, max_length), max(len(ids) - room, 0)
 
     def tokenize_with_offsets(
         self, texts: Sequence[str], title: str = ""
@@ -107,6 +115,11 @@ class TextTokenizer:
         """Yield each text's token ids, without special tokens or truncation, and their character spans (start, end)."""
         for portion in _portions(texts, title):
             yield from self.tokenizer.encode_with_offsets(portion)
+
+
+def lowercased(text: str) -> str:
+    """Return a text in lower case as sentence-transformers does it, without a special form of the last sigma."""
+    return Lowercase().normalize_str(text)
 
 
 @dataclass
