@@ -82,7 +82,7 @@ def test_a_label_is_the_same_in_every_kind_of_file(
         ([0, 1], ["1", "2"], "row 1: the label .* is not one of 1, 2$"),
         ([2**40, 1], ["a", "b"], "row 1: the label .* is not one of a, b, nor an index from 0 to 1"),
         ([1e39, 1.0], ["a", "b"], "row 1: the label"),
-        (["a", ""], ["a", "b"], "row 2: the label is missing"),
+        (["a", ""], ["a", "b"], "row 2: label_column 'label' is empty"),
         (["neg", " neg"], None, "the labels 'neg' and ' neg' differ only by case or spaces|' neg' and 'neg'"),
         (["neg", "Neg"], None, "the labels 'Neg' and 'neg' differ only by case or spaces"),
         ([0.5, 1.5], None, "label_column 'label': 0.5 is not a label: expected kind: regression"),
@@ -192,7 +192,7 @@ def test_label_values_of_words_that_are_none(tmp_path: Path, value: Any) -> None
     rows = [{"tokens": ["a", "b"], "labels": [0, value]}]
     task = {"kind": "tokens", "labels_column": "labels", "label_names": names, "splits": {"test": "a"}}
     config = one_task(tmp_path, {**task, "source": {"files": {"a": [jsonl(tmp_path / "a.jsonl", rows)]}}})
-    with pytest.raises(UserError, match="row 1: the label"):
+    with pytest.raises(UserError, match=r"row 1: (the label|a label of labels_column 'labels' is empty)"):
         planned_and_prepared(config)
 
 

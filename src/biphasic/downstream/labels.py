@@ -26,15 +26,15 @@ _LARGEST = 3.4028234663852886e38
 """The largest fp32 number."""
 
 
-def label_text(value: Any) -> str:
+def label_text(value: Any, key: str = "the label") -> str:
     """Return a label's text, by which labels are compared; an `InvalidRow` if the value is missing or a list.
 
     Numbers and booleans have one text in all formats: `1` for 1, 1.0 and `1.0`, and `true` for True and `TRUE`.
     """
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        raise InvalidRow("the label is missing")
+        raise InvalidRow(f"{key} is empty")
     if not isinstance(value, str | int | float):
-        raise InvalidRow(f"the label {value!r:.40} is neither a text nor a number")
+        raise InvalidRow(f"{key} is {value!r:.40}, neither a text nor a number")
     text = str(value)
     if isinstance(value, float) and value.is_integer():
         text = str(int(value))
@@ -70,14 +70,14 @@ def whole_number(value: Any, what: str) -> int:
 class Labels:
     """The label names of a dataset in the order of their numbers, and the rule by which a value is one of them.
 
-    `declared` says that the dataset itself names them, so that its values are their indices.
+    `declared` says that the dataset itself names them, so that its values are their indices. `key` names the values' column.
 
     Raises:
         UserError: two names are the same label.
     """
 
-    def __init__(self, names: Sequence[str], declared: bool, source: str):
-        self.names, self.declared = list(names), declared
+    def __init__(self, names: Sequence[str], declared: bool, source: str, key: str):
+        self.names, self.declared, self.key = list(names), declared, key
         texts = [label_text(name) for name in names]
         if repeated := [name for name, text in zip(names, texts, strict=True) if texts.count(text) > 1]:
             raise UserError(f"{source}: label_names: {' and '.join(repeated)} are the same label")
@@ -86,7 +86,7 @@ class Labels:
 
     def number(self, value: Any) -> int:
         """Return a label's number; an `InvalidRow` if it is not one of the names, or their index where that is allowed."""
-        text = label_text(value)
+        text = label_text(value, self.key)
         if (found := None if self.declared else self._numbers.get(text)) is not None:
             return found
         if (

@@ -79,11 +79,11 @@ def _read_label_names(
     writer: Writer, task: ClassificationSet | MultiLabelSet, table: Table, column: str, separator: str | None = None
 ) -> Labels:
     """Return the labels of a column, named by the dataset, by `label_names` or by the values in all splits."""
+    key = f"label_column {column!r}"
     if (names := _declared_names(table, column, task.label_names)) is not None or task.label_names is not None:
-        labels = Labels(names or task.label_names or [], names is not None, table.source)
+        labels = Labels(names or task.label_names or [], names is not None, table.source, key)
         writer.label_names = labels.names
         return labels
-    key = f"label_column {column!r}"
 
     def values(split: str) -> Iterator[Any]:
         for (value,) in _values(task.source, task.splits[split], [column]):
@@ -103,7 +103,7 @@ def _read_label_names(
                 f"{len(unseen)} of {len(writer.label_names)} labels are not in train: {', '.join(unseen[:_SHOWN])}"
             )
             writer.record["warnings"].append(warning)
-    return Labels(writer.label_names, False, table.source)
+    return Labels(writer.label_names, False, table.source, key)
 
 
 def _note_labels(writer: Writer, how: str) -> None:
@@ -170,12 +170,13 @@ def _is_set(column: str, value: Any) -> bool:
 
 def _write_tokens(writer: Writer, task: TokensSet) -> None:
     columns, source = [task.tokens_column, task.labels_column], task.source
+    key = f"a label of labels_column {task.labels_column!r}"
     writer.notes += [f"columns of {file}: {layout}" for file, layout in column_layouts(source, columns).items()]
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
     declared = _declared_names(table, task.labels_column, task.label_names)
     if (given := declared or task.label_names) is not None:
-        labels = Labels(given, declared is not None, table.source)
+        labels = Labels(given, declared is not None, table.source, key)
         scheme = TagScheme(given, table.source)
         writer.label_names = scheme.bio_names(given)
     else:
@@ -185,7 +186,7 @@ def _write_tokens(writer: Writer, task: TokensSet) -> None:
             raise UserError(f"{table.source}: doesn't name its labels: give label_names, in the order of their numbers")
         scheme = TagScheme(dict.fromkeys(label for _, label in sorted(pairs)), table.source)
         writer.label_names = bio_names(pairs, scheme)
-        labels = Labels(sorted({label for _, label in pairs}), False, table.source)
+        labels = Labels(sorted({label for _, label in pairs}), False, table.source, key)
     _note_labels(writer, "" if scheme.name == "BIO" else f"BIO, made from {scheme.name}: ")
     numbers = {name: at for at, name in enumerate(writer.label_names)}
 
