@@ -171,7 +171,8 @@ def _is_set(column: str, value: Any) -> bool:
 def _write_tokens(writer: Writer, task: TokensSet) -> None:
     columns, source = [task.tokens_column, task.labels_column], task.source
     key = f"a label of labels_column {task.labels_column!r}"
-    writer.notes += [f"columns of {file}: {layout}" for file, layout in column_layouts(source, columns).items()]
+    if layouts := column_layouts(source, columns):
+        writer.notes.append("columns: " + "; ".join(f"{file}: {layout}" for file, layout in layouts.items()))
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
     declared = _declared_names(table, task.labels_column, task.label_names)
