@@ -118,6 +118,10 @@ def test_gold_labels_score_one_also_in_windows(text_tokenizer: TextTokenizer, tm
         cut = task.cut["test"]
         assert (cut.cut, cut.tokens) == (0, 0) and (cut.windows > 20) == (config.max_length == 10)
         assert all(len(text) <= task.max_length for text in (examples["texts"][at] for at in range(count)))
+        # Of a text that has several, every window is full.
+        of_rows = [examples["about"][at][0] for at in range(count)]
+        several = [at for at in range(count) if of_rows.count(of_rows[at]) > 1]
+        assert all(len(examples["texts"][at]) == task.max_length for at in several)
         return task.metrics(task.gold(columns), answers, examples)
 
     everything = {"f1": 1.0, "precision": 1.0, "recall": 1.0, "sentence_f1": 1.0}

@@ -271,7 +271,8 @@ class TokenClassification(PredictionTask):
         for row, (ids, offsets) in enumerate(encodings):
             numbers = columns["labels"][row]
             word_of = np.array(word_of_each_token(columns["tokens"][row], offsets, self.config.labelled == "all"))
-            ranges = windows(len(ids), size, _OVERLAP)
+            # The last window is moved back until it is full.
+            ranges = [(max(min(first, len(ids) - size), 0), last) for first, last in windows(len(ids), size, _OVERLAP)]
             # A token that two windows have is labelled in the one with more tokens beside it.
             middles = [(start + end) // 2 for (_, end), (start, _) in itertools.pairwise(ranges)]
             for (first, last), own, until in zip(ranges, [0, *middles], [*middles, len(ids)], strict=True):
