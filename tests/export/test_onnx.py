@@ -241,8 +241,8 @@ def test_a_graph_with_other_results_is_not_kept(
     packed = module._packed
     for wrong, message in ((2e-3, r"by 2.0e-03, more than 0.001"), (float("nan"), "by nan")):
 
-        def shifted(encoder: Encoder, text: torch.Tensor, wrong: float = wrong) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden, pooled = packed(encoder, text)
+        def shifted(encoder: Encoder, head: None, text: torch.Tensor, wrong: float = wrong) -> tuple[torch.Tensor, ...]:
+            hidden, pooled = packed(encoder, head, text)
             return hidden, pooled + wrong
 
         monkeypatch.setattr(module, "_packed", shifted)

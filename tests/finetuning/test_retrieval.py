@@ -146,7 +146,8 @@ def assert_same_as_one_rank(name: str, toy: Path, two_ranks_folder: Path, folder
         rows = pq.read_table(runs[1] / two["predictions"][1]).to_pydict()
         assert entity_scores(rows["gold"], rows["predicted"])["f1"] == two["results"][0]["test"]
     elif name == "msmarco":
-        lines = gzip.decompress((runs[1] / two["predictions"][1]).read_bytes()).splitlines()
+        [ranking] = [file for file in two["predictions"] if file.endswith("-test.run.gz")]
+        lines = gzip.decompress((runs[1] / ranking).read_bytes()).splitlines()
         assert len(lines) == 160 * 100
 
 
