@@ -86,18 +86,19 @@ def _read_label_names(
         return labels
 
     def values(split: str) -> Iterator[Any]:
-        for (value,) in _values(task.source, task.splits[split], [column]):
+        for (value,) in _values(task.source, split, [column]):
             with suppress(InvalidRow):  # counted when the table is written
                 yield from _as_list(value, separator) if isinstance(task, MultiLabelSet) else [value]
 
-    by_split = {split: read_names(values(split), table.source, key) for split in task.splits}
+    by_split = {split: read_names(values(split), table.source, key) for split in dict.fromkeys(task.splits.values())}
     writer.label_names = read_names(itertools.chain(*by_split.values()), table.source, key)
     if not writer.label_names:
         advice = ": expected lists; label_separator divides a text" if isinstance(task, MultiLabelSet) else ""
         raise UserError(f"{table.source}: {key} has no labels{advice}")
     _note_labels(writer, "from the data: ")
-    if "train" in by_split:
-        unseen = [name for name in writer.label_names if name not in set(by_split["train"])]
+    if "train" in task.splits:
+        known = set(by_split[task.splits["train"]])
+        unseen = [name for name in writer.label_names if name not in known]
         if unseen:
             warning = (
                 f"{len(unseen)} of {len(writer.label_names)} labels are not in train: {', '.join(unseen[:_SHOWN])}"

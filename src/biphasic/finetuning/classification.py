@@ -145,10 +145,6 @@ class MultiLabel(Classification):
     problem_type = "multi_label_classification"
     label_type = np.float32
 
-    def build_head(self, width: int) -> nn.Module:
-        """Return a head with an output for each label."""
-        return TextHead(width, len(self.data.label_names))
-
     def targets(self, columns: Columns) -> list[list[Any]]:
         """Return 1 for each label of a text and 0 for the others."""
         return multi_hot(columns["labels"], len(self.data.label_names)).tolist()
@@ -201,6 +197,7 @@ class MultiLabel(Classification):
         """
         from sklearn.metrics import average_precision_score, f1_score
 
+        assert self.threshold is not None, "`answers` chooses it"
         numbers = {name: number for number, name in enumerate(self.data.label_names)}
         correct, predicted = (
             multi_hot([[numbers[name] for name in names] for names in rows], len(numbers))
@@ -214,7 +211,7 @@ class MultiLabel(Classification):
         probabilities = np.array(answers["score"])
         precision = average_precision_score(correct[:, occurs], probabilities[:, occurs]) if occurs.any() else 0.0
         return {**{name: float(score) for name, score in scores.items()},
-                "average_precision": float(precision), "threshold": float(self.threshold or 0.5)}  # fmt: skip
+                "average_precision": float(precision), "threshold": self.threshold}  # fmt: skip
 
 
 def multi_hot(rows: Sequence[Sequence[int]], labels: int) -> np.ndarray:

@@ -98,12 +98,16 @@ class Retrieval(FinetuneTask):
 
         self.count_examples(0)
         examples = self.tokenize_once(self.data, "train", make)
-        self._relevance = _Relevance(examples)
-        several = sum(len(documents) > 1 for documents in self._relevance.documents.values())
+        if self.config.mask_positives:
+            self._relevance = _Relevance(examples)
+        queries = examples["query_ids"].flat
+        pairs = np.unique(np.stack([queries, examples["ids"].flat[: len(queries)]], 1), axis=0)
+        _, positives = np.unique(pairs[:, 0], return_counts=True)
+        several = int((positives > 1).sum())
         if several and LOSSES[self.config.loss][1] == "ids":
             them = "no negatives" if self.config.mask_positives else "negatives"
             self.notes.append(
-                f"{several:,} of {len(self._relevance.documents):,} queries have several positives, which are {them} of the "
+                f"{several:,} of {len(positives):,} queries have several positives, which are {them} of the "
                 f"same query in a batch (task.mask_positives: {str(self.config.mask_positives).lower()})"
             )
         return examples
