@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from biphasic.config.load import load_job
+from biphasic.config.phases import MLMPhase
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase
 from biphasic.model.backbone import build_language_model
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments

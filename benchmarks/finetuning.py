@@ -75,11 +75,11 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    from biphasic.config.architecture import Architecture
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.downstream.writer import SCHEMAS
     from biphasic.export.formats import choose_format
     from biphasic.export.write import Weights, write_folder
+    from biphasic.model.architecture import Architecture
     from biphasic.model.language_model import from_hf_config, llama_config
 
     (folder / "set").mkdir(parents=True)

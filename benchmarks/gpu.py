@@ -30,9 +30,9 @@ from gpu_machine import describe_machine, roofline, synchronize
 from gpu_report import Report
 from torch import Tensor
 
-from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.devices import peak_flops
 from biphasic.model import layers, losses
+from biphasic.model.architecture import PRESETS, Architecture
 from biphasic.model.attention import BACKEND_FUNCTIONS, backend_available, choose_backend
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels

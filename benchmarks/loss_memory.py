@@ -2,7 +2,7 @@
 
     python benchmarks/loss_memory.py [--tokens 2048 4096 8192 16384 32768] [--vocabulary 128256] [--width 768]
 
-Forward and backward, fp32 on the CPU, `cross_entropy_sum` against the loss of all logits at once. Each point is the
+Forward and backward, fp32 on the CPU, `cross_entropy_at_targets` against the loss of all logits at once. Each point is the
 peak memory of its own process, beyond the head's weight, its gradient and the hidden states. CLM predicts every
 position, MLM 40% of them. The table marks points that don't fit the machine's free memory.
 """
@@ -93,12 +93,12 @@ def point(kind: str, phase: str, tokens: int, vocabulary: int, width: int) -> di
     import torch
     import torch.nn.functional as F
 
-    from biphasic.model.losses import IGNORE, cross_entropy_sum
+    from biphasic.model.losses import IGNORE, cross_entropy_at_targets
 
     def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")
 
-    loss = {"ours": cross_entropy_sum, "full": full_logits}[kind]
+    loss = {"ours": cross_entropy_at_targets, "full": full_logits}[kind]
     # A small warm-up, so that the memory of threads and libraries is not measured.
     small = torch.randn(64, width, requires_grad=True), torch.randn(128, width, requires_grad=True)
     loss(*small, torch.zeros(64, dtype=torch.int64)).backward()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from biphasic.config.architecture import PRESETS, Architecture
+from biphasic.model.architecture import PRESETS, Architecture
 
 RESULTS = Path(__file__).parent / "results"
 STRATEGIES = ("ddp", "fsdp2", "hsdp")

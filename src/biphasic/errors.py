@@ -46,6 +46,12 @@ PREEMPTED = 75
 """Exit status of a preempted run (EX_TEMPFAIL in sysexits.h)."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    text = getattr(error, "strerror", None) or str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def is_lost_rank(error: BaseException) -> bool:
     """Return whether an error of a collective means that another rank disconnected.
 

@@ -24,9 +24,9 @@ from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.unpacking import opened_splits
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
-from biphasic.errors import Unavailable, UserError
+from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
-from biphasic.storage import first_line, is_remote, open_store, user_error
+from biphasic.storage import is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25
 """Number of fp32 values in the timed all-reduce on GPUs, 128 MiB. CPUs use an eighth of this."""

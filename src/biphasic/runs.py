@@ -8,8 +8,8 @@ from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.start_rules import checkpoint_folder
-from biphasic.errors import UserError
-from biphasic.storage import Store, first_line, is_remote, join, open_store
+from biphasic.errors import UserError, first_line
+from biphasic.storage import Store, is_remote, join, open_store
 from biphasic.training.metrics_file import SCORES, read_scores
 
 

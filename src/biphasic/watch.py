@@ -24,10 +24,10 @@ from biphasic.checkpointing.start_rules import recorded_config
 from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.ranks import FAILED, INTERRUPTED
 from biphasic.signals import die_with_parent, noted_signals
-from biphasic.storage import Store, first_line, is_remote, is_unreachable, json_bytes, open_store, user_error
+from biphasic.storage import Store, is_remote, is_unreachable, json_bytes, open_store, user_error
 from biphasic.training.loggers import log_scores
 from biphasic.training.metrics_file import SCORES
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from biphasic.config.architecture import Architecture
+from biphasic.model.architecture import Architecture
 from helpers.tiny import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

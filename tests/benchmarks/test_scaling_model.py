@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.config.architecture import PRESETS, Architecture
+from biphasic.model.architecture import PRESETS, Architecture
 
 _spec = spec_from_file_location("scaling_model", Path(__file__).parents[2] / "benchmarks" / "scaling_model.py")
 assert _spec is not None and _spec.loader is not None

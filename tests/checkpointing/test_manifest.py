@@ -24,7 +24,7 @@ from biphasic.checkpointing.manifest import (
     read_manifest,
 )
 from biphasic.checkpointing.upload import Uploader
-from biphasic.config.durations import Duration
+from biphasic.durations import Duration
 from biphasic.storage import Store, StoredFile, file_hash, open_store
 from helpers.buckets import bucket_for, flip_a_bit
 

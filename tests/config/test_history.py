@@ -11,18 +11,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import first_difference
 from biphasic.config.load import load
+from biphasic.config.phases import MLMPhase, phase_problems, schedule_problems
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import (
-    MLMPhase,
-    learning_rate_factor,
-    phase_at,
-    phase_problems,
-    resolve_phases,
-    schedule_problems,
-)
+from biphasic.durations import TrainingProgress
+from biphasic.timeline import learning_rate_factor, phase_at, resolve_phases
 
 ROOT = Path(__file__).parents[2]
 ROWS, LENGTH = 2, 3

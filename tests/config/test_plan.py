@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from biphasic.config.architecture import Architecture
-from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.load import dump, load
+from biphasic.config.phases import ScheduleConfig
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
+from biphasic.durations import Duration, TrainingProgress
+from biphasic.model.architecture import Architecture
+from biphasic.timeline import learning_rate_factor
 from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]

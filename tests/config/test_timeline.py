@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from biphasic.config.durations import BatchShape, BatchShapes, Duration, TrainingProgress
-from biphasic.config.timeline import (
-    ObjectiveConfig,
-    ScheduleConfig,
-    decay_start,
-    learning_rate_factor,
-    phase_at,
-    phase_problems,
-    resolve_phases,
-    schedule_problems,
-)
+from biphasic.config.phases import ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
+from biphasic.durations import BatchShape, BatchShapes, Duration, TrainingProgress
+from biphasic.timeline import decay_start, learning_rate_factor, phase_at, resolve_phases
 
 SHAPE = BatchShapes(((0, BatchShape(rows=4, row_length=10)),))
 END = Duration(10, "ba")

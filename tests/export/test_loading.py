@@ -18,10 +18,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import write
 from biphasic.export.finetuned import export_finetuned, require_exportable
+from biphasic.model.architecture import PRESETS, Architecture
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config

@@ -25,13 +25,13 @@ from transformers import (
 )
 
 from biphasic.commands import main
-from biphasic.config.architecture import Architecture
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
+from biphasic.model.architecture import Architecture
 from biphasic.model.encoder import (
     Encoder,
     TextTokenizer,

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
+from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.retriever import Retriever

@@ -117,7 +117,7 @@ def test_the_loss_equals_that_with_full_logits(compiled: bool) -> None:
     for chunked in (True, False):
         if chunked:
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = losses.cross_entropy_sum(hidden, weight, targets, None, compiled)
+                loss = losses.cross_entropy_at_targets(hidden, weight, targets, None, compiled)
         else:
             loss = F.cross_entropy(hidden @ weight.T, targets, ignore_index=losses.IGNORE, reduction="sum")
         loss.backward()

@@ -107,7 +107,7 @@ def test_recomputed_layers(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_compiled_loss_is_equal_and_compiled_once() -> None:
-    from biphasic.model.losses import cross_entropy_sum
+    from biphasic.model.losses import cross_entropy_at_targets
 
     torch._dynamo.reset()
     counters.clear()
@@ -118,7 +118,7 @@ def test_the_compiled_loss_is_equal_and_compiled_once() -> None:
         targets[count:] = IGNORE
         results = []
         for compiled in (True, False):
-            loss = cross_entropy_sum(hidden, weight, targets, softcap, compiled)
+            loss = cross_entropy_at_targets(hidden, weight, targets, softcap, compiled)
             (0.37 * loss).backward()
             results.append([loss.detach(), hidden.grad, weight.grad])
             hidden.grad = weight.grad = None

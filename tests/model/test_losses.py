@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from biphasic.model import losses
 from biphasic.model.language_model import from_hf_config
-from biphasic.model.losses import IGNORE, cross_entropy_sum
+from biphasic.model.losses import IGNORE, cross_entropy_at_targets
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 
@@ -30,13 +30,13 @@ def problem(tokens: int = 50, width: int = 16, words: int = 300) -> tuple[torch.
 def test_same_value_and_gradients_as_full_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_tokens * 300 * 4)
     hidden, weight, targets = problem()
-    (cross_entropy_sum(hidden, weight, targets) * 0.37).backward()
+    (cross_entropy_at_targets(hidden, weight, targets) * 0.37).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     gradients = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
     expected = F.cross_entropy((hidden @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
-    torch.testing.assert_close(cross_entropy_sum(hidden, weight, targets), expected.float())
+    torch.testing.assert_close(cross_entropy_at_targets(hidden, weight, targets), expected.float())
     (expected * 0.37).backward()
     # The logits are fp32, as in training, for weights of any dtype.
     torch.testing.assert_close(gradients[0], hidden.grad, atol=1e-6, rtol=1e-5)
@@ -47,21 +47,21 @@ def test_validation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     """A parameter requires gradients under `no_grad` too."""
     hidden, targets = torch.randn(12, 8), torch.arange(12)
     weight = torch.nn.Parameter(torch.randn(20, 8))
-    expected = cross_entropy_sum(hidden, weight, targets)
+    expected = cross_entropy_at_targets(hidden, weight, targets)
 
     def refuse(*_: object) -> None:
         raise AssertionError("gradients are computed")
 
     monkeypatch.setattr(losses, "_loss_and_gradient", refuse)
     with torch.no_grad():
-        torch.testing.assert_close(cross_entropy_sum(hidden, weight, targets), expected.detach())
+        torch.testing.assert_close(cross_entropy_at_targets(hidden, weight, targets), expected.detach())
     with pytest.raises(AssertionError, match="gradients are computed"):
-        cross_entropy_sum(hidden, weight, targets)
+        cross_entropy_at_targets(hidden, weight, targets)
 
 
 def test_softcap_has_the_gradient_of_autograd() -> None:
     hidden, weight, targets = problem()
-    cross_entropy_sum(hidden, weight, targets, softcap=5.0).backward()
+    cross_entropy_at_targets(hidden, weight, targets, softcap=5.0).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     gradients = hidden.grad.clone(), weight.grad.clone()
@@ -81,7 +81,7 @@ def test_a_bias_and_layers_before_the_head(chunk_tokens: int, monkeypatch: pytes
     transform, shapes = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()).double(), []
     transform.register_forward_hook(lambda *given: shapes.append(given[-1].shape[0]))
     leaves = [hidden, weight, bias, *transform.parameters()]
-    loss = cross_entropy_sum(hidden, weight, targets, bias=bias, transform=transform)
+    loss = cross_entropy_at_targets(hidden, weight, targets, bias=bias, transform=transform)
     gradients = torch.autograd.grad(0.37 * loss, leaves)
     assert shapes == [int((targets != IGNORE).sum())]
     logits = transform(hidden) @ weight.T + bias
@@ -89,13 +89,13 @@ def test_a_bias_and_layers_before_the_head(chunk_tokens: int, monkeypatch: pytes
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(gradients, torch.autograd.grad(0.37 * expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-    loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, IGNORE), bias=bias, transform=transform)
+    loss = cross_entropy_at_targets(hidden, weight, torch.full_like(targets, IGNORE), bias=bias, transform=transform)
     assert loss == 0 and all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
 
 
 def test_without_targets_loss_and_gradients_are_zero() -> None:
     hidden, weight, targets = problem()
-    loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, IGNORE))
+    loss = cross_entropy_at_targets(hidden, weight, torch.full_like(targets, IGNORE))
     loss.backward()
     assert loss == 0
     assert hidden.grad is not None
@@ -147,7 +147,7 @@ def test_packed_loss_is_the_token_weighted_mean_of_documents() -> None:
 PEAK = """
 import resource, sys, torch
 sys.path[:0] = {path!r}
-from biphasic.model.losses import IGNORE, cross_entropy_sum
+from biphasic.model.losses import IGNORE, cross_entropy_at_targets
 tokens, width, words = {tokens}, {width}, 128256
 torch.manual_seed(0)
 weight = torch.nn.Parameter(torch.randn(words, width) * 0.02)
@@ -158,7 +158,7 @@ if {objective!r} == "mlm":
     targets[torch.rand(tokens) > 0.4] = IGNORE
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 before = peak()
-cross_entropy_sum(hidden, weight, targets).backward()
+cross_entropy_at_targets(hidden, weight, targets).backward()
 assert hidden.grad.abs().sum() > 0
 print(peak() - before)
 """

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import layers
+from biphasic.model.architecture import PRESETS, Architecture
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.segments import Segments

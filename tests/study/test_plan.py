@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.config.architecture import PRESETS
 from biphasic.config.load import dump, load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand, overrides_of
-from biphasic.config.timeline import decay_start
 from biphasic.errors import ConfigError, UserError
+from biphasic.model.architecture import PRESETS
 from biphasic.study.plan import StudyPlan, describe_plan, draw_study, plan_study, retained_batches
 from biphasic.study.run import resolved
 from biphasic.study.tree import StudyRun, keep_scored, study_tree
+from biphasic.timeline import decay_start
 from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]

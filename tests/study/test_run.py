@@ -14,7 +14,6 @@ import pytest
 import torch
 import yaml
 
-from biphasic.config.architecture import Architecture
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load
 from biphasic.config.model import architecture_of
@@ -22,6 +21,7 @@ from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
 from biphasic.evaluation.run import run as run_evaluation
+from biphasic.model.architecture import Architecture
 from biphasic.model.encoder import load_encoder
 from biphasic.report.run import write_report
 from biphasic.study.plan import describe_plan, describe_totals, plan_study, trained_totals

@@ -14,11 +14,11 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from biphasic.config.architecture import PRESETS
 from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
+from biphasic.model.architecture import PRESETS
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute

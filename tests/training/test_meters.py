@@ -12,9 +12,9 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from biphasic.config.architecture import PRESETS
 from biphasic.config.model import architecture_of
 from biphasic.devices import peak_flops
+from biphasic.model.architecture import PRESETS
 from biphasic.training import meters, recipe
 from biphasic.training.meters import Meters
 from biphasic.training.metrics_file import read_metrics

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForMaskedLM
 
 from biphasic.commands import main
-from biphasic.config.architecture import Architecture
+from biphasic.model.architecture import Architecture
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
 from biphasic.ranks import COLLECTIVE_SECONDS

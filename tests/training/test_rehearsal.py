@@ -38,7 +38,7 @@ from unittest import mock
 
 import torch
 
-from biphasic.config.architecture import Architecture
+from biphasic.model.architecture import Architecture
 from biphasic.config.load import load
 from biphasic.model import attention, segments
 from biphasic.training import optimizer, recipe

@@ -16,9 +16,9 @@ from composer.loggers import InMemoryLogger, Logger
 from torch import nn
 from torchmetrics import Metric
 
-from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
+from biphasic.config.phases import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
 from biphasic.data.streaming import Batch, collate
+from biphasic.durations import Duration, TrainingProgress
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 from biphasic.training import step

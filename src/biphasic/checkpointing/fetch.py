@@ -25,8 +25,9 @@ from biphasic.checkpointing.start_rules import (
 )
 from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import first_line
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.storage import first_line, is_remote, join, open_store, user_errors
+from biphasic.storage import is_remote, join, open_store, user_errors
 
 if TYPE_CHECKING:
     from biphasic.checkpointing.stopping import ProcessGroup

@@ -26,9 +26,10 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.plan import remaining_checkpoints
-from biphasic.storage import Store, StoredFile, file_hash, first_line, is_inside, json_bytes
+from biphasic.durations import Duration, TrainingProgress
+from biphasic.errors import first_line
+from biphasic.storage import Store, StoredFile, file_hash, is_inside, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|(?:-validating)?(?:-rank\d+\.pt$|/))")
 _RANKS = re.compile(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$")

@@ -18,14 +18,14 @@ from biphasic.amounts import format_bytes
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, newest_first
 from biphasic.checkpointing.start_rules import batch_in_path, checkpoint_folder, recorded_config
-from biphasic.config.durations import Duration
 from biphasic.config.merging import merge_weights
-from biphasic.config.timeline import decay_start, resolve_phases
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_record, read_weights, weight_shapes
 from biphasic.storage import atomic_path, file_hash, is_free, is_remote, join, open_store, user_errors
+from biphasic.timeline import decay_start, resolve_phases
 
 PORTION_BYTES = 256_000_000
 """Bytes of a checkpoint that are read at a time, unless a single weight is larger."""

@@ -38,10 +38,10 @@ from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
 from biphasic.devices import rank_device, require_precision
-from biphasic.errors import Unavailable, UserError
+from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
-from biphasic.storage import UNFINISHED_PREFIX, first_line, open_store, user_errors
+from biphasic.storage import UNFINISHED_PREFIX, open_store, user_errors
 from biphasic.webhook import Webhook
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)

@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from biphasic.errors import UserError
-from biphasic.storage import Store, first_line, json_bytes, open_store, user_errors
+from biphasic.errors import UserError, first_line
+from biphasic.storage import Store, json_bytes, open_store, user_errors
 
 LOCK_FILE = "lock.json"
 ATTEMPTS, CLAIMS = "attempts", "claims"

@@ -27,13 +27,14 @@ from torch.utils._pytree import tree_leaves
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.checkpointing.schedule import elapsed, interval_schedule, progress_after_batch, validation_schedule
+from biphasic.checkpointing.schedule import interval_schedule, progress_after_batch, validation_schedule
 from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import Preempted, Unavailable, UserError
-from biphasic.storage import atomic_path, file_hash, first_line, open_store
+from biphasic.durations import TrainingProgress
+from biphasic.errors import Preempted, Unavailable, UserError, first_line
+from biphasic.storage import atomic_path, file_hash, open_store
 
 _LARGE = ("model", "optimizers")
 _SMALLEST_PINNED = 1 << 20
@@ -194,7 +195,7 @@ class Saver(Callback):
         """Return whether the last batch reached a point where other runs may start."""
         if state.previous_timestamp is None:
             return False
-        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
+        before, now = TrainingProgress.of(state.previous_timestamp), progress_after_batch(state)
         return any(now.reached(point) and not before.reached(point) for point in self._branch_points)
 
     def _stop_if_requested(self, state: State, logger: Logger, validating: bool) -> None:

@@ -6,15 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from composer.core import State, Timestamp
+from composer.core import State
 
-from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
-
-
-def elapsed(time: Timestamp) -> TrainingProgress:
-    """Convert a Composer timestamp to counts."""
-    return TrainingProgress(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
+from biphasic.durations import Duration, TrainingProgress
 
 
 def interval_schedule(interval: Duration, end: Duration) -> Callable[[State], bool]:
@@ -27,7 +22,7 @@ def interval_schedule(interval: Duration, end: Duration) -> Callable[[State], bo
     def is_due(state: State) -> bool:
         if state.previous_timestamp is None:
             return False
-        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
+        before, now = TrainingProgress.of(state.previous_timestamp), progress_after_batch(state)
         passed = now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
         return passed or now.reached(end)
 
@@ -43,7 +38,7 @@ def validation_schedule(config: PretrainConfig) -> Callable[[State], bool]:
 
 def progress_after_batch(state: State) -> TrainingProgress:
     """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
-    now = elapsed(state.timestamp)
+    now = TrainingProgress.of(state.timestamp)
     # Not `state.dataloader`, which is the validation's while it runs.
     batches: Any = state.train_dataloader
     return replace(now, epochs=batches.ended_epochs(now.batches))

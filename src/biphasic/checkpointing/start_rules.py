@@ -14,14 +14,14 @@ from pydantic import ValidationError
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
 from biphasic.config.base import flatten, within
-from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import phase_at, resolve_phases
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, join, open_store, user_errors
+from biphasic.durations import TrainingProgress
+from biphasic.errors import UserError, first_line
+from biphasic.storage import is_remote, join, open_store, user_errors
+from biphasic.timeline import phase_at, resolve_phases
 
 _PATHS = ("local", "remote", "cache", "folder", "tokenizer", "output", "init_from", "start_from")
 """Keys whose values are paths, which may differ between nodes."""

@@ -26,9 +26,9 @@ from biphasic.checkpointing.manifest import (
     rank_of,
     read_manifest,
 )
-from biphasic.config.durations import Duration
-from biphasic.errors import UserError
-from biphasic.storage import Store, StoredFile, first_line, is_remote, open_store
+from biphasic.durations import Duration
+from biphasic.errors import UserError, first_line
+from biphasic.storage import Store, StoredFile, is_remote, open_store
 
 _POLL_SECONDS = 0.25
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from biphasic.config.base import JobConfig, flatten, schema_of, text_problems, within
-from biphasic.config.durations import Duration
 from biphasic.config.reference import KeySection, sections_of
+from biphasic.durations import Duration
 from biphasic.errors import ConfigError, Problem
 
 _EXPECTED = {

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size, matching
-from biphasic.config.durations import BatchShape, BatchShapes, Duration
+from biphasic.durations import BatchShape, BatchShapes, Duration
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, open_store
 

@@ -21,8 +21,8 @@ from biphasic.config.base import (
     distinct,
     template,
 )
-from biphasic.config.durations import Duration
 from biphasic.config.pretrain import LoggingConfig, OptimizerConfig
+from biphasic.durations import Duration
 
 NOT_IN_RESULT: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),

@@ -16,10 +16,11 @@ from itertools import zip_longest
 from typing import Any
 
 from biphasic.config.base import flatten, within
-from biphasic.config.durations import BatchShapes, Duration, TrainingProgress
 from biphasic.config.phase_inputs import PhaseInputs, phase_key
+from biphasic.config.phases import Phase
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import START, MLMPhase, Phase, RampConfig, decay_start, resolve_phases
+from biphasic.durations import BatchShapes, Duration, TrainingProgress
+from biphasic.timeline import START, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
 _INPUTS = {"data", "global_batch_size", "model"}
@@ -140,9 +141,10 @@ def _phases(config: PretrainConfig) -> list[_Part]:
             before, switch = config.objective.phases[span.index - 1], f"objective.phases.{span.index - 1}.until"
             rule[switch], shown[switch] = str(start), _text(before.until or end, end)
         rule[f"{key}.name"] = phase.name
-        if isinstance(phase, MLMPhase):
-            end_of_ramp = f" at {span.end}" if isinstance(phase.masking_ratio, RampConfig) else ""
-            rule[f"{key}.masking_ratio"] = f"{phase.masking_ratio}{end_of_ramp}"
+        if hasattr(phase, "masking_ratio"):
+            objective = phase.objective
+            changes = objective.predicted_share(0.0) != objective.predicted_share(1.0)
+            rule[f"{key}.masking_ratio"] = f"{phase.masking_ratio}" + f" at {span.end}" * changes
         rule |= _inputs(config.objective.phases[: span.index + 1], inputs[span.index], key)
         # Compare every other key of a phase, including keys that are added to the schema later.
         excluded = {"name", "until", "masking_ratio", *_INPUTS, *([] if span.index else ["reset_optimizer"])}

@@ -7,10 +7,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, get_args
 
-from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
+from biphasic.config.phases import ScheduleConfig
+from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import UserError
 from biphasic.storage import user_errors
+from biphasic.timeline import learning_rate_factor
 
 MergeShape = Literal["mean", "linear", "1-sqrt", "cosine"]
 

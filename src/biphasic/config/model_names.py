@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from typing import Any
 
-from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig, resolve_phases
+from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import UserError
+from biphasic.timeline import resolve_phases
 
 _STEPS = r"\d+(?:\.\d{1,3}(?=k))?k?"
 _PHASE = re.compile(rf"-(?P<objective>clm|mlm(?P<ratio>[1-9]\d?))-(?P<decayed>dec)?(?P<end>{_STEPS})(?=-|$)")
@@ -117,9 +117,9 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
     batches = config.batch_shapes.batches
     clm_steps = sum(batches(span.end) - batches(span.start) for span in spans if span.phase.name == "clm")
     total = base_steps + batches(config.max_duration)
-    objective = "-".join(span.phase.name for span in spans)
-    ratios = [span.phase.masking_ratio for span in spans if isinstance(span.phase, MLMPhase)]
-    ratio = _only({None if isinstance(ratio, RampConfig) else ratio for ratio in ratios})
+    objective = "-".join(span.phase.objective.name for span in spans)
+    ratios = [span.phase.masking_ratio for span in spans if hasattr(span.phase, "masking_ratio")]
+    ratio = _only({ratio if isinstance(ratio, float) else None for ratio in ratios})
     continued_from = base.run if base is not None else init_from
     return Facets(
         name, _size(name, config, base), objective, ratio, clm_steps, total, total, continued_from, base_steps

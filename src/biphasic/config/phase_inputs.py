@@ -12,8 +12,8 @@ from typing import Any
 
 from biphasic.config.base import KeyProblems
 from biphasic.config.data import DataConfig, PhaseDataConfig, StreamConfig, cache_limit_problems, data_problems
-from biphasic.config.durations import BatchShape
-from biphasic.config.timeline import Phase
+from biphasic.config.phases import Phase
+from biphasic.durations import BatchShape
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.architecture import RANKS_OF_A_MACHINE, Architecture, shard_ranks
 from biphasic.config.data import StreamRecord
 from biphasic.config.data_plan import plan_datasets, rows_by_source
-from biphasic.config.durations import BatchShape, Duration
-from biphasic.config.model import architecture_of, rows_problem
+from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, decay_start, resolve_phases
+from biphasic.durations import BatchShape, Duration
+from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, shard_ranks
+from biphasic.model.rope import rows_problem
+from biphasic.timeline import decay_start, resolve_phases
 
 
 @dataclass
@@ -224,7 +225,7 @@ def _phases(config: PretrainConfig, architecture: Architecture | None) -> Iterat
             "first_batch": first,
             "last_batch": None if end is None else end - 1,
             "tokens": tokens,
-            "masking_ratio": str(span.phase.masking_ratio) if isinstance(span.phase, MLMPhase) else None,
+            "masking_ratio": str(span.phase.masking_ratio) if hasattr(span.phase, "masking_ratio") else None,
             "flops": flops,
             "global_batch_size": own.rows,
             "sequence_length": own.data.sequence_length,
@@ -301,11 +302,13 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
     for span in resolve_phases(config.objective.phases, config.max_duration):
         low, high = max(shape.batches(span.start), first), min(shape.batches(span.end), end)
         if low < high:
-            is_mlm = isinstance(span.phase, MLMPhase)
-            # A ramp is linear, so its mean is the ratio in the middle.
-            predicted = span.masking_ratio(shape.progress((low + high) // 2)) if is_mlm else 1.0
+            objective = span.phase.objective
+            # A ramp is linear, so its mean is the share in the middle.
+            middle = shape.progress((low + high) // 2)
+            changes = objective.predicted_share(0.0) != objective.predicted_share(1.0)
+            predicted = objective.predicted_share(span.share(middle) if changes else 0.0)
             rows, row = inputs[span.index].rows, inputs[span.index].data.sequence_length
-            total += (high - low) * rows * architecture.flops([row], not is_mlm, predicted * row)
+            total += (high - low) * rows * architecture.flops([row], objective.causal, predicted * row)
     return total
 
 

@@ -1,6 +1,6 @@
 """Schema of a pretraining YAML (`job: pretrain`): keys, types, limits, defaults and checks.
 
-The classes mirror the YAML's sections. `config.model`, `config.data` and `config.timeline` contain the larger sections.
+The classes mirror the YAML's sections. `config.model`, `config.data` and `config.phases` contain the larger sections.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from biphasic.config.base import (
     flatten,
 )
 from biphasic.config.data import DataConfig, StreamConfig, data_problems, expand_folder
-from biphasic.config.durations import BatchShapes, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.phase_inputs import PhaseInputs, input_problems, inputs_differ, phase_inputs, phase_key, sources
-from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, resolve_phases, schedule_problems
+from biphasic.config.phases import ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
+from biphasic.durations import BatchShapes, Duration
 from biphasic.storage import is_remote
+from biphasic.timeline import resolve_phases
 
 
 class ValidationConfig(Section):

@@ -30,10 +30,10 @@ from biphasic.config.base import (
 )
 from biphasic.config.check import check
 from biphasic.config.data import expand_folder
-from biphasic.config.durations import Duration
 from biphasic.config.merging import MergeShape, merge_weights
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.read import KeyTree, escape_interpolations, format_override, read_tree
+from biphasic.durations import Duration
 from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.storage import is_remote, join
 

@@ -36,19 +36,9 @@ from biphasic.conversion.work_units import (
 from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import (
-    LOCK_FILE,
-    LocalStore,
-    Store,
-    first_line,
-    is_remote,
-    join,
-    json_bytes,
-    open_store,
-    user_errors,
-)
+from biphasic.storage import LOCK_FILE, LocalStore, Store, is_remote, join, json_bytes, open_store, user_errors
 
 UnitRecords = list[tuple[WorkUnit, UnitRecord]]
 CONVERSION_LOG = "conversion.log"

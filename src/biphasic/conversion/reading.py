@@ -24,8 +24,8 @@ from biphasic.conversion.source_files import (
     read_error,
     without_byte_order_mark,
 )
-from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, open_store, user_errors
+from biphasic.errors import UserError, first_line
+from biphasic.storage import filesystem, open_store, user_errors
 from biphasic.storage.hub import hub_errors
 
 _BATCH_ROWS = 1000

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error
+from biphasic.errors import UserError, first_line
+from biphasic.storage import filesystem, is_unreachable, open_store, user_error
 from biphasic.storage.hub import hub_errors
 
 READ_BYTES = 1 << 20

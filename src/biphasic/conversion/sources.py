@@ -28,9 +28,9 @@ from biphasic.conversion.source_files import (
     kind_of,
     read_error,
 )
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import StoredFile, filesystem, first_line, glob_pattern, is_remote, open_store, user_errors
+from biphasic.storage import StoredFile, filesystem, glob_pattern, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _THREADS = 16

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_folder, is_remote
+from biphasic.errors import UserError, first_line
+from biphasic.storage import is_folder, is_remote
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that read tokenizer.json as it is. Others may replace its normalizer and pre-tokenizer."""

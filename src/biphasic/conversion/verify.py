@@ -27,9 +27,9 @@ from biphasic.conversion.sources import describe_unread, inspect_files
 from biphasic.conversion.work_units import document_numbers_file, unit_record_file
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.limits import available_cores
-from biphasic.storage import Store, first_line, is_inside, join, open_store, user_errors
+from biphasic.storage import Store, is_inside, join, open_store, user_errors
 from biphasic.workers.local import parallel_map
 
 _WORTH_PROCESSES = 32

@@ -15,13 +15,13 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from biphasic.config.durations import TrainingProgress
 from biphasic.config.phase_inputs import PhaseInputs, inputs_differ, sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.data.streaming import Batch, RowDataset
 from biphasic.data.unpacking import unpacked_elsewhere
+from biphasic.durations import TrainingProgress
 from biphasic.errors import UserError
+from biphasic.timeline import phase_at, resolve_phases
 
 _BATCHES_AHEAD = 50
 """How many batches before the end of a phase the loader of the next phase's data is started."""
@@ -69,7 +69,7 @@ class _Source:
         self._next = position[0], position[1] + rows
         if len(parts) == 1:
             return parts[0]
-        joined = {name: torch.cat([part[name] for part in parts]) for name in ("tokens", "segment_ids", "row_ids")}
+        joined = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "segment_ids", "row_ids")}
         return {**joined, "lengths": [lengths for part in parts for lengths in part["lengths"]]}
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class TrainingBatches(Callback):
         return self._sources[0].dataset.epoch_size // self._inputs[0].rows
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches up to the end of the epoch, each with the `epoch` of its data."""
+        """Yield the batches up to the end of the epoch, each with the counter of its masks."""
         while True:
             now = self.progress()
             span = phase_at(self._phases, now)
@@ -146,7 +146,9 @@ class TrainingBatches(Callback):
             ahead = _BATCHES_AHEAD * own.shape.in_unit(span.end.unit) if following != own.source else 0
             if ahead and now.in_unit(span.end.unit) + ahead >= span.end.value:
                 self._sources[following].open(positions[following])
-            yield {**batch, "epoch": positions[own.source][0]}
+            # In a mix, a row may occur several times in an epoch.
+            counter = positions[own.source][0] if own.data.mix is None else now.batches
+            yield {**batch, "counter": counter}
 
     def loader(self, source: int) -> DataLoader[Batch]:
         """Return the loader of the data that a phase is the first to read."""

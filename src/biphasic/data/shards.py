@@ -14,8 +14,8 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 
 from biphasic.config.data import CONVERSION_STARTED, MixedStreamConfig, StreamConfig, split_conversion_path
 from biphasic.data.mds_reader import INDEX, ShardError, shard_file
-from biphasic.errors import Unavailable, UserError
-from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_errors
+from biphasic.errors import Unavailable, UserError, first_line
+from biphasic.storage import azure_account, file_hash, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
 
 _DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120

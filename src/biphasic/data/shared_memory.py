@@ -29,7 +29,7 @@ from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SH
 from streaming.base.shared import SharedMemory, memory, prefix
 from streaming.base.world import World
 
-from biphasic.storage import first_line
+from biphasic.errors import first_line
 from biphasic.versions import require_form
 
 _SHARED_MEMORY = Path("/dev/shm")

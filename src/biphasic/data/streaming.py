@@ -24,13 +24,13 @@ from biphasic.data.row_format import row_reader
 from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.data.unpacking import unpacked_elsewhere
-from biphasic.errors import UserError, is_lost_rank
+from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.limits import require_short_temporary_folder
-from biphasic.storage import first_line, user_error
+from biphasic.storage import user_error
 from biphasic.versions import require_form
 
 Batch = dict[str, Any]
-"""`tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (from 1 in each row; 0 at padding), `row_ids` int64
+"""`input_ids` int64 [rows, length], `segment_ids` int32 [rows, length] (from 1 in each row; 0 at padding), `row_ids` int64
 [rows] (ids in the dataset or the mix), `lengths` (for each row, a list of its segment lengths)."""
 
 
@@ -129,7 +129,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
         segment_ids[index, : counts.sum()] = np.repeat(np.arange(1, len(counts) + 1), counts)
         lengths.append(counts.tolist())
     return {
-        "tokens": torch.from_numpy(tokens),
+        "input_ids": torch.from_numpy(tokens),
         "segment_ids": torch.from_numpy(segment_ids),
         "row_ids": torch.tensor([row["row_id"] for row in rows], dtype=torch.int64),
         "lengths": lengths,

@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_folder, is_remote, open_store, user_error, user_errors
+from biphasic.errors import UserError, first_line
+from biphasic.storage import is_folder, is_remote, open_store, user_error, user_errors
 from biphasic.storage.hub import hub_errors, why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -21,9 +21,9 @@ from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.column_files import COLUMN_FILES, column_rows, read_layout
 from biphasic.downstream.formats import json_rows, open_text, parse_json, table_rows
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import first_line, glob_pattern, user_errors
+from biphasic.storage import glob_pattern, user_errors
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}

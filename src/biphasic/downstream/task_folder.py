@@ -16,8 +16,8 @@ from filelock import FileLock
 from pyarrow import parquet
 
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
-from biphasic.errors import UserError
-from biphasic.storage import cached_file_hash, first_line, is_remote, join, open_store, user_errors
+from biphasic.errors import UserError, first_line
+from biphasic.storage import cached_file_hash, is_remote, join, open_store, user_errors
 
 
 class TaskFolder:

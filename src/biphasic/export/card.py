@@ -11,9 +11,9 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Template
 
-from biphasic.config.durations import BatchShape
 from biphasic.config.model_names import model_name
 from biphasic.config.phase_inputs import longest_row, recorded_shapes
+from biphasic.durations import BatchShape
 from biphasic.export.folder import hub_id, parse_card, quote_numbers
 
 _CARD = Template(
@@ -41,9 +41,8 @@ def pretrained_card(
         UserError: the hub would refuse the card's metadata.
     """
     config = yaml.safe_load(record["config"])
-    trained = [phase["name"] for phase in record["phases"] if phase["batches"]]
-    names = {"clm": "causal language modeling", "mlm": "masked language modeling"}
-    order = ", then ".join(names[phase] for phase in trained)
+    trained = [phase for phase in record["phases"] if phase["batches"]]
+    order = ", then ".join(phase["words"] for phase in trained)
     datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
     languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
     return _card(
@@ -61,7 +60,7 @@ def pretrained_card(
         length=f"{longest_row(config):,}",
         has_bos=bool(record["data"].get("add_bos")),
         shifted=config["objective"]["phases"][len(trained) - 1].get("target") == "next",
-        causal="mlm" not in trained,
+        causal=all(phase["causal"] for phase in trained),
     )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import IterableDataset
 
-from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.data.seeds import derive_seed
+from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.finetuning.task import Examples, FinetuneTask, TaskBatch
 

@@ -14,13 +14,13 @@ from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.tables import Table, open_table
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
 from biphasic.finetuning.trial import FAMILIES
 from biphasic.finetuning.truncation import CutTexts
 from biphasic.model.encoder import load_encoder
-from biphasic.storage import first_line, user_errors
+from biphasic.storage import user_errors
 
 TASK_FILE = "finetuned.json"
 """File in a fine-tuned model's folder with what predictions need besides weights and tokenizer."""

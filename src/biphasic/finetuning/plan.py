@@ -9,8 +9,8 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.plan import JobPlan
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.downstream.writer import TASK_RECORD
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, open_store
+from biphasic.errors import UserError, first_line
+from biphasic.storage import is_remote, open_store
 from biphasic.storage.hub import why_missing
 
 _ROWS = 1000

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.timeline import ScheduleConfig
 from biphasic.devices import rank_device
+from biphasic.durations import Duration
 from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
 from biphasic.finetuning.retrieval_losses import LearnedTemperature
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
 from biphasic.grouping import groups_up_to
 from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
+from biphasic.objectives.batch import mean_over_global_batch
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.loggers import loggers
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
-from biphasic.training.step import GradientGuard, mean_over_global_batch
+from biphasic.training.step import GradientGuard
 
 
 class FinetuneModel(ComposerModel):
@@ -108,17 +108,16 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
 def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: GlobalBatches) -> Trainer:
     total, warmup = Duration(len(batches), "ba"), warmup_batches(config, len(batches))
     decay = Duration(max(len(batches) - warmup, 0), "ba")
-    schedule = ScheduleConfig(warmup=Duration(warmup, "ba"), decay=decay)
     optimizer, folder = config.optimizer, config.run_folder
     built = build_optimizer(model, model.backbone, optimizer)
     if isinstance(model.head, LearnedTemperature):
         # The last group: the only scalar.
         built.param_groups[-1]["lr_scale"] = config.task.temperature_lr / optimizer.lr  # pyright: ignore
     destinations = loggers(config.logging, folder, config.run_name)
-    anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
+    anomalies = AnomalyLog(folder)
     callbacks: list[Callback] = [SeededDropout()]
     if destinations:  # trials of a sweep have none
-        callbacks += [SpikeDetector(anomalies, lambda batch: 0), LRMonitor()]
+        callbacks += [SpikeDetector(anomalies), LRMonitor()]
     data = DataSpec(
         DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available()),
         split_batch=lambda batch, size: batch["parts"],  # pyright: ignore
@@ -133,7 +132,7 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
         max_duration=str(total),
         optimizers=built,
         algorithms=[
-            WarmupStableDecay(schedule, total, optimizer.lr),
+            WarmupStableDecay(Duration(warmup, "ba"), decay, optimizer.lr),
             GradientGuard(optimizer.clip_norm, optimizer.max_skipped_batches, anomalies, advice=""),
         ],
         callbacks=callbacks,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
 from biphasic.data.seeds import derive_seed
@@ -28,6 +27,7 @@ from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.records import TrialCost, TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
+from biphasic.model.architecture import Architecture
 from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_config, model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer

@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of, rows_problem
+from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
 from biphasic.model.language_model import (
-    MODERNBERT_HEADS,
     LanguageModel,
     from_hf_config,
-    has_head_bias,
+    language_model_of,
     llama_config,
     plain_rope,
 )
 from biphasic.model.new_vocabulary import fit_vocabulary
-from biphasic.model.packing_probe import computes_own_logits, packing_problem
+from biphasic.model.rope import rows_problem
 from biphasic.quiet import without_warnings
-from biphasic.storage import cached_file_hash, first_line, is_remote, user_error
+from biphasic.storage import cached_file_hash, is_remote, user_error
 from biphasic.storage.hub import why_missing
 
 if TYPE_CHECKING:
@@ -122,32 +121,16 @@ def load_language_model(
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
     may_lack = ("lm_head.",) if is_papers(config_content(path, revision)) else ()
     model = load_network(head_class, path, hf_config, may_lack=may_lack, exact=True, revision=revision, **options)
-    lm_head, backbone = model.get_output_embeddings(), model.base_model.get_decoder()
-    head = getattr(model, MODERNBERT_HEADS.get(family, ""), None)
-    refused = f"model {path}: {family} isn't supported"
-    if not hasattr(backbone, "layers"):
-        raise UserError(f"{refused}: its base model has no list `layers`, as Llama's, Gemma's and ModernBERT's have")
-    parts = (backbone, lm_head, *([] if head is None else [head]))
-    known = {id(weight) for part in parts if isinstance(part, nn.Module) for weight in part.parameters()}
-    others = [name for name, weight in model.named_parameters() if id(weight) not in known]
-    if not isinstance(lm_head, nn.Linear) or others:
-        raise UserError(f"{refused}: its head isn't one linear layer" + (f" (it has {others[0]})" if others else ""))
-    if lm_head.bias is not None and not has_head_bias(hf_config):
-        hf_config.lm_head_bias = backbone.config.lm_head_bias = True
-    embedding = backbone.get_input_embeddings()
-    if hf_config.tie_word_embeddings and torch.equal(lm_head.weight, embedding.weight):
-        lm_head.weight = embedding.weight
-    elif hf_config.tie_word_embeddings:
-        message = "model %s: tie_word_embeddings is true in its config.json, but its files hold another head: used"
-        _log.warning(message, path)
-        hf_config.tie_word_embeddings = backbone.config.tie_word_embeddings = False
-    problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM, longest=sequence_length)
-    if problem is not None:
-        raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
-    language_model = LanguageModel(backbone, lm_head, head)
-    if not computes_own_logits(model, language_model):
-        raise UserError(f"{refused}: its logits aren't those of its head on the last hidden states")
-    return language_model
+    lm_head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if hf_config.tie_word_embeddings and isinstance(lm_head, nn.Linear):
+        if torch.equal(lm_head.weight, embedding.weight):
+            lm_head.weight = embedding.weight
+        else:
+            message = "model %s: tie_word_embeddings is true in its config.json, but its files hold another head: used"
+            _log.warning(message, path)
+            hf_config.tie_word_embeddings = model.config.tie_word_embeddings = False
+            model.base_model.config.tie_word_embeddings = False
+    return language_model_of(model, f"model {path}", sequence_length)
 
 
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, longest: int | None, rows: int | None) -> None:

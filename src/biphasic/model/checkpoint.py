@@ -17,8 +17,8 @@ from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportAttribu
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_inside, user_errors
+from biphasic.errors import UserError, first_line
+from biphasic.storage import is_inside, user_errors
 
 _PREFIX = "model."
 _SHARDED_PREFIX = "state.model."

@@ -14,7 +14,6 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from biphasic.config.model import rope_threshold
 from biphasic.config.phase_inputs import longest_row
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
@@ -33,6 +32,7 @@ from biphasic.model.forward import packed_encoder_forward, packed_forward, padde
 from biphasic.model.language_model import MODERNBERT_HEADS
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
+from biphasic.model.rope import rope_threshold
 from biphasic.model.segments import Segments
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing

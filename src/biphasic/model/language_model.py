@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from biphasic.config.architecture import Architecture
 from biphasic.errors import UserError
 from biphasic.model import attention
+from biphasic.model.architecture import Architecture
 from biphasic.model.forward import packed_forward
-from biphasic.model.losses import cross_entropy_sum
+from biphasic.model.losses import cross_entropy_at_targets
+from biphasic.model.packing_probe import computes_own_logits, packing_problem
 from biphasic.model.segments import Segments
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class LanguageModel(nn.Module):
         if self.logit_scale != 1:
             hidden = hidden * self.logit_scale
         lm_head = self.lm_head
-        total = cross_entropy_sum(
+        total = cross_entropy_at_targets(
             hidden, lm_head.weight, targets, self.softcap, self.compiled_loss, lm_head.bias, self.head
         )
         return total, (targets >= 0).sum()
@@ -88,8 +89,10 @@ class LanguageModel(nn.Module):
         """Base of the rotary positions. Raises a UserError if there isn't exactly one."""
         return plain_rope(self.config)["rope_theta"]
 
-    def set_rope_theta(self, rope_theta: float) -> None:
-        """Change the base of the rotary positions. Raises a UserError if there isn't exactly one."""
+    def set_rope_theta(self, rope_theta: float | None) -> None:
+        """Change the base of the rotary positions, unless None. Raises a UserError if there isn't exactly one."""
+        if rope_theta is None or rope_theta == self.rope_theta:
+            return
         plain_rope(self.config)["rope_theta"] = rope_theta
         rotary: Any = self.backbone.rotary_emb
         changed = type(rotary)(self.config)
@@ -116,6 +119,45 @@ class LanguageModel(nn.Module):
             if lm_head.bias is not None:
                 lm_head.bias = nn.Parameter(function(lm_head.bias))
         embedding.num_embeddings = lm_head.out_features = self.config.vocab_size = len(embedding.weight)
+
+
+def language_model_of(network: Any, name: str, longest: int | None = None) -> LanguageModel:
+    """Return the language model of a Hugging Face network with a head, whose weights it shares, with `biphasic` attention.
+
+    Args:
+        network: a class with a language-model head, on any device.
+        name: what messages call it, such as `model PATH`.
+        longest: number of tokens in the longest row to train on. Default: the model's own limit.
+
+    Raises:
+        UserError: its head isn't one linear layer, or it can't be computed on packed segments in both directions.
+    """
+    attention.register()
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config, family = network.config, network.config.model_type
+    refused, base = f"{name}: {family} isn't supported", network.base_model
+    lm_head, backbone = network.get_output_embeddings(), base.get_decoder() if hasattr(base, "get_decoder") else base
+    head = getattr(network, MODERNBERT_HEADS.get(family, ""), None)
+    if not hasattr(backbone, "layers"):
+        raise UserError(f"{refused}: its base model has no list `layers`, as Llama's, Gemma's and ModernBERT's have")
+    parts = (backbone, lm_head, *([] if head is None else [head]))
+    known = {id(weight) for part in parts if isinstance(part, nn.Module) for weight in part.parameters()}
+    others = [key for key, weight in network.named_parameters() if id(weight) not in known]
+    if not isinstance(lm_head, nn.Linear) or others:
+        raise UserError(f"{refused}: its head isn't one linear layer" + (f" (it has {others[0]})" if others else ""))
+    if lm_head.bias is not None and not has_head_bias(config):
+        config.lm_head_bias = backbone.config.lm_head_bias = True
+    was_training = network.training
+    network.eval().set_attn_implementation(attention.ATTENTION_NAME)
+    problem = packing_problem(backbone, decoder=type(network) in MODEL_FOR_CAUSAL_LM_MAPPING.values(), longest=longest)
+    if problem is not None:
+        raise UserError(f"{name}: {family} can't be trained on packed segments: {problem}")
+    language_model = LanguageModel(backbone, lm_head, head)
+    if not computes_own_logits(network, language_model):
+        raise UserError(f"{refused}: its logits aren't those of its head on the last hidden states")
+    network.train(was_training)
+    return language_model
 
 
 def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:

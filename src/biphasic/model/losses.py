@@ -142,7 +142,7 @@ def _compiled_loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float 
     return _compiled()(logits, targets, softcap)
 
 
-def cross_entropy_sum(
+def cross_entropy_at_targets(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -154,9 +154,9 @@ def cross_entropy_sum(
     """Sum the cross-entropy, in nats, over the positions that have a target.
 
     Args:
-        hidden: the backbone's hidden states, [tokens, width].
+        hidden: the backbone's hidden states, [..., width].
         weight: the head's weight, [vocabulary, width].
-        targets: int64 [tokens]; `IGNORE` where nothing is predicted.
+        targets: int64 [...]; `IGNORE` (-100) where nothing is predicted.
         softcap: bound of the absolute logits, applied by tanh (Gemma 2).
         compiled: whether the operations between the matrix products are compiled.
         bias: the head's bias, [vocabulary].
@@ -165,6 +165,7 @@ def cross_entropy_sum(
     Returns:
         fp32 scalar. Without targets, it is 0 and has zero gradients.
     """
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     # The host waits only for the size of `nonzero`; indexing by a mask would make it wait each time.
     predicted = (targets != IGNORE).nonzero().squeeze(1)
     device = hidden.device.type

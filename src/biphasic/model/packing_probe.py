@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from biphasic.config.model import rope_threshold
+from biphasic.errors import first_line
 from biphasic.model import attention
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
+from biphasic.model.rope import rope_threshold
 from biphasic.model.segments import Segments, visibility_mask
 from biphasic.quiet import without_warnings
-from biphasic.storage import first_line
 
 if TYPE_CHECKING:
     from biphasic.model.language_model import LanguageModel

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from biphasic.config.evaluate import PoolingMode
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.model.segments import Segments
-from biphasic.storage import first_line, user_errors
+from biphasic.storage import user_errors
 from biphasic.storage.hub import hub_errors
 from biphasic.storage.paths import UnreachableError
 

@@ -8,7 +8,7 @@ with any other rows, and after any number of resumes. The hash is splitmix64's f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ class Vocabulary:
     mask_id: int
     special_ids: tuple[int, ...]
     """Tokens that are never masked and never used as random replacements."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """Return the vocabulary of a Hugging Face tokenizer. Raises a ValueError if it has no mask token."""
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                "the tokenizer has no mask token: tokenizer.add_special_tokens({'mask_token': '<mask>'}), and then "
+                "model.resize_token_embeddings(len(tokenizer))"
+            )
+        return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
 
 
 def mlm_inputs_and_targets(
@@ -123,6 +133,12 @@ def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, leng
     row_keys = _mix(key + (row_ids.long() + 1) * _signed(_GOLDEN))
     positions = torch.arange(1, length + 1, device=row_ids.device) * _signed(_GOLDEN)
     return _shift(_mix(row_keys[:, None] + positions), 64 - BITS)
+
+
+def row_hashes(tokens: Tensor) -> Tensor:
+    """Return a hash of each row's tokens, int64 [rows], which serves as the id of a row that has none."""
+    positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * _signed(_GOLDEN)
+    return _mix(_mix(tokens + 1) + positions).sum(1)
 
 
 def with_probability(integers: Tensor, probability: float) -> Tensor:

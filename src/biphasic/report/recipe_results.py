@@ -18,9 +18,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from biphasic.config.base import Section
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
-from biphasic.storage import Store, first_line, join, open_store, user_errors
+from biphasic.storage import Store, join, open_store, user_errors
 from biphasic.training.metrics_file import parse_metrics
 
 RESULTS_FILE = "results.json"

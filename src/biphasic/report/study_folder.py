@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from biphasic.config.check import check
 from biphasic.config.model_names import Facets, facets_of_models
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import ConfigError, UserError
+from biphasic.errors import ConfigError, UserError, first_line
 from biphasic.report.scores import chosen_scores, read_sweep, trial_table
 from biphasic.report.study_losses import loss_events, loss_points, loss_table
-from biphasic.storage import Store, first_line, join, open_store, user_errors
+from biphasic.storage import Store, join, open_store, user_errors
 from biphasic.sweep.records import GRID_FILE, Grid
 from biphasic.training.metrics_file import parse_metrics
 

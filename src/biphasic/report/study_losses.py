@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import decay_start, resolve_phases
 from biphasic.report.drawing import draw_curves, plain
 from biphasic.report.scores import intervals
+from biphasic.timeline import decay_start, resolve_phases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ MAX_POINTS = 200
 MIN_BATCHES = 5
 """Minimum number of batches in a point: the interval of the mean of two or three is very wide."""
 COLUMNS = ["run", "kind", "objective", "step", "loss", "half_width", "batches"]
-_OBJECTIVES = ("clm", "mlm")
+_LOSS = re.compile(r"loss/train/(?P<trained>(?!.*_bits_per_byte$).+)|metrics/(?P<validated>.+)/loss")
 _MARKERS = {"switch": "D", "decay": "v"}
 
 
@@ -41,10 +42,10 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
     table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
     parts = [loss_table([])]
-    for objective in _OBJECTIVES:
-        for kind, key in (("training", f"loss/train/{objective}"), ("validation", f"metrics/{objective}/loss")):
-            if key not in table:
-                continue
+    for key in sorted(table.columns):
+        match = _LOSS.fullmatch(str(key))
+        if match is not None and match[0] != "loss/train/total":
+            kind, objective = "validation" if match["validated"] else "training", match["validated"] or match["trained"]
             finite = table[np.isfinite(table[key].astype(float))]
             windows = (finite.batch - 1) // width if kind == "training" else finite.batch
             # The mean of a few batches would look like a jump at the end of the curve.

@@ -23,7 +23,6 @@ from biphasic.storage.local import (
 from biphasic.storage.paths import (
     UNFINISHED_PREFIX,
     StoredFile,
-    first_line,
     glob_pattern,
     is_folder,
     is_inside,
@@ -34,7 +33,7 @@ from biphasic.storage.paths import (
 
 __all__ = [
     "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account",
-    "cached_file_hash", "file_hash", "filesystem", "first_line", "glob_pattern", "is_folder", "is_free", "is_inside",
+    "cached_file_hash", "file_hash", "filesystem", "glob_pattern", "is_folder", "is_free", "is_inside",
     "is_remote", "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors",
 ]  # fmt: skip
 

@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from biphasic.errors import Unavailable, UserError
+from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS, endpoint, filesystem, region
 from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import StoredFile, UnreachableError, first_line, require_inside
+from biphasic.storage.paths import StoredFile, UnreachableError, require_inside
 
 _DELETIONS = 16
 """Number of objects that are deleted at the same time."""

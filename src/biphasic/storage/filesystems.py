@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from biphasic.errors import UserError
-from biphasic.storage.paths import PASSWORD, first_line, is_remote, without_password
+from biphasic.errors import UserError, first_line
+from biphasic.storage.paths import PASSWORD, is_remote, without_password
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

@@ -76,12 +76,6 @@ def without_password(path: str) -> str:
     return path
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    text = getattr(error, "strerror", None) or str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
 def json_bytes(content: Any) -> bytes:
     """Encode a record as indented JSON in UTF-8."""
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.architecture import Architecture
 from biphasic.config.model import architecture_of
 from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import MergeConfig, StudyConfig, StudyCostConfig
-from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
+from biphasic.model.architecture import Architecture
+from biphasic.objectives.objective import CLM, MLM
 from biphasic.study.stages import check_stages
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
+from biphasic.timeline import resolve_phases
 from biphasic.training.metrics_file import trained_batches
 
-_COLORS = {"clm": "#cfe0f5", "mlm": "#f8d5b8"}
 """Color of a run by the objective of its last phase."""
 
 
@@ -207,12 +207,16 @@ def draw_study(study: StudyConfig) -> str:
     configs, tree = study_runs(study)
     ids = {name: f"run{number}" for number, name in enumerate(tree)}
     # The text is dark in a dark theme too, because the fill is light there.
-    classes = (f"  classDef {name} fill:{color},stroke:#666,color:#222" for name, color in _COLORS.items())
+    kinds = {kind.name: kind.color for kind in (CLM, MLM)}
+    kinds |= {
+        phase.objective.name: phase.objective.color for each in configs.values() for phase in each.objective.phases
+    }
+    classes = (f"  classDef {name} fill:{color},stroke:#666,color:#222" for name, color in kinds.items())
     lines = ["flowchart LR", *classes]
     for name, run in tree.items():
         spans = resolve_phases(configs[name].objective.phases, configs[name].max_duration)
-        phases = ", ".join(_phase_text(span.phase) for span in spans)
-        lines.append(f'  {ids[name]}["{name}<br>{phases}; {run.length:,} batches"]:::{spans[-1].phase.name}')
+        phases = ", ".join(str(span.phase.objective) for span in spans)
+        lines.append(f'  {ids[name]}["{name}<br>{phases}; {run.length:,} batches"]:::{spans[-1].phase.objective.name}')
         if run.parent is not None:
             lines.append(f'  {ids[run.parent]} -- "{run.start:,}" --> {ids[name]}')
         elif run.continues is not None:
@@ -221,13 +225,6 @@ def draw_study(study: StudyConfig) -> str:
         lines.append(f'  merge{number}["{name}<br>{_describe_merge(merge).partition(" of ")[0]} of checkpoints"]')
         lines += [f'  {ids[s]} == "{_batches(batches)}" ==> merge{number}' for s, batches in merge.merge_of.items()]
     return "\n".join([*lines, ""])
-
-
-def _phase_text(phase: Phase) -> str:
-    if not isinstance(phase, MLMPhase):
-        return "CLM"
-    ratio = phase.masking_ratio
-    return f"MLM {ratio.start:.0%} to {ratio.end:.0%}" if isinstance(ratio, RampConfig) else f"MLM {ratio:.0%}"
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from biphasic.config.durations import Duration
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor, StudyConfig, overrides_of
+from biphasic.durations import Duration
 from biphasic.errors import PREEMPTED, UserError
 from biphasic.signals import noted_signals
 from biphasic.storage import is_remote, open_store

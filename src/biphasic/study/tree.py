@@ -13,8 +13,8 @@ from itertools import combinations
 from biphasic.config.history import first_difference
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
-from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
+from biphasic.timeline import decay_start
 
 _MIN_SHARED = 0.01
 """Minimum shared beginning, as a share of the shorter run. Less isn't worth a checkpoint and a start."""

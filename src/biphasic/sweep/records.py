@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.finetuning.records import DownstreamResult
-from biphasic.storage import Store, first_line, json_bytes, user_errors
+from biphasic.storage import Store, json_bytes, user_errors
 
 GRID_FILE = "sweep.json"
 TRIALS_FOLDER, PREDICTIONS_FOLDER = "trials", "predictions"

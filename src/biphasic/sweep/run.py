@@ -19,9 +19,9 @@ from biphasic.amounts import format_seconds
 from biphasic.checkpointing.run_lock import RunLock
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
-from biphasic.errors import Preempted, UserError
+from biphasic.errors import Preempted, UserError, first_line
 from biphasic.signals import noted_signals
-from biphasic.storage import Store, first_line, open_store
+from biphasic.storage import Store, open_store
 from biphasic.sweep.grid import (
     TRIAL_MODULE,
     build_grid,

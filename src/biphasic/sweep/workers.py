@@ -20,8 +20,8 @@ from importlib import import_module
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
 from biphasic.devices import is_out_of_memory
-from biphasic.errors import UserError
-from biphasic.storage import first_line, open_store
+from biphasic.errors import UserError, first_line
+from biphasic.storage import open_store
 from biphasic.sweep.grid import TRIAL_MODULE, encoder_folder
 from biphasic.sweep.records import PREDICTIONS_FOLDER, Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group

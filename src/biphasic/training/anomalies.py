@@ -12,32 +12,39 @@ from typing import Any
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch import Tensor
+
+from biphasic.objectives.batch import step_of
 
 ANOMALOUS_BATCHES = "anomalous_batches.jsonl"
 _THRESHOLD, _WINDOW, _MIN_LOSSES = 1.5, 100, 20
 
 
+def _phase(batch: Any) -> int | None:
+    """Return the phase of a batch; None in fine-tuning, which has no phases."""
+    return step_of(batch).phase if "step" in batch else None
+
+
 class AnomalyLog:
     """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
-    `biphasic show FILE.yaml ID ...` prints the rows' text. `row_ids` returns the ids of a batch's rows, int64 [rows].
+    `biphasic show FILE.yaml ID ...` prints the rows' text. Batches are dictionaries with `row_ids`, int64 [rows].
     `report` is called on rank 0 with an event (`spike` or `skipped`), a message and the batch.
     """
 
-    def __init__(self, folder: Path, row_ids: Callable[[Any], Tensor], report: Callable[..., None] | None = None):
-        self.file, self._row_ids, self._report = folder / ANOMALOUS_BATCHES, row_ids, report
+    def __init__(self, folder: Path, report: Callable[..., None] | None = None):
+        self.file, self._report = folder / ANOMALOUS_BATCHES, report
 
     def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
         """Write a line about the current batch, with its number or `batch`. Return the ids of its rows on all ranks."""
-        local = self._row_ids(state.batch).tolist()
+        rows: Any = state.batch
+        local = rows["row_ids"].tolist()
         row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
         if dist.get_global_rank() == 0:
             when = {
                 "batch": int(state.timestamp.batch) if batch is None else batch,
                 "epoch": int(state.timestamp.epoch),
             }
-            if (phase := getattr(state.batch, "phase", None)) is not None:
+            if (phase := _phase(state.batch)) is not None:
                 when["phase"] = phase
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
@@ -51,17 +58,17 @@ class AnomalyLog:
 class SpikeDetector(Callback):
     """Callback that records losses above 1.5 times the median of the phase's last 100 batches.
 
-    It logs `loss/spike`, the loss divided by the median. `phase` returns the index of a batch's phase.
+    It logs `loss/spike`, the loss divided by the median.
     """
 
-    def __init__(self, anomalies: AnomalyLog, phase: Callable[[Any], int]):
-        self.anomalies, self.phase = anomalies, phase
+    def __init__(self, anomalies: AnomalyLog):
+        self.anomalies = anomalies
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._phase = -1
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Record the batch if its loss is a spike."""
-        phase = self.phase(state.batch)
+        phase = _phase(state.batch) or 0
         if phase != self._phase:
             self._phase = phase
             self._losses.clear()

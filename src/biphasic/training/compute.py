@@ -25,8 +25,9 @@ from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
+from biphasic.objectives.batch import Batch, Step, step_of
+from biphasic.objectives.objective import CLM, MLM
 from biphasic.storage import json_bytes, open_store
-from biphasic.training.step import PreparedBatch
 
 MICROBATCH_FILE = "microbatch-{length}.json"
 """Name of the file with the result for rows of a length."""
@@ -119,8 +120,10 @@ class MicrobatchSize(Algorithm):
         """
         if event == Event.BATCH_START:
             batch: Any = state.batch
-            state.device_train_microbatch_size = self.sizes[batch.phase]
-            self._shape = self.sizes[batch.phase], self.config.inputs[batch.phase].data.sequence_length
+            phase = step_of(batch).phase
+            assert phase is not None
+            state.device_train_microbatch_size = self.sizes[phase]
+            self._shape = self.sizes[phase], self.config.inputs[phase].data.sequence_length
         elif not self.sizes:
             ranks, fitting = dist.get_world_size(), self._fitting(state)
             for each in self.config.inputs:
@@ -171,7 +174,7 @@ class MicrobatchSize(Algorithm):
         if model.model.compiled_loss:
             phases, inputs = self.config.objective.phases, self.config.inputs
             shapes = [
-                (phase.name == "clm", own.data.sequence_length, size)
+                (phase.objective.causal, own.data.sequence_length, size)
                 for phase, own, size in zip(phases, inputs, self.sizes, strict=True)
             ]
             for causal, length, rows in dict.fromkeys(shapes):
@@ -218,7 +221,7 @@ class MicrobatchSize(Algorithm):
     def _measure(self, state: State, length: int, rows: int) -> float | None:
         """Return the peak bytes of training on `rows` rows, the largest of all ranks; None if they don't fit."""
         # A batch that needs the most memory is causal, if any is, with a target at every position.
-        causal = any(phase.name == "clm" for phase in self.config.objective.phases)
+        causal = any(phase.objective.causal for phase in self.config.objective.phases)
         peak = peak_bytes(lambda: self._train(state, length, rows, causal))
         if peak is None and _has_collectives(state):
             raise UserError(
@@ -248,22 +251,19 @@ class MicrobatchSize(Algorithm):
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
-    def _batch(self, state: State, length: int, rows: int, causal: bool) -> PreparedBatch:
+    def _batch(self, state: State, length: int, rows: int, causal: bool) -> Batch:
         """Return a batch with a target at every position."""
         tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
         count = self._segments.get(length, 1)
-        return PreparedBatch(
-            objective="clm" if causal else "mlm",
-            phase=None,
-            causal=causal,
-            inputs=tokens,
-            targets=tokens,
-            row_ids=tokens[:, 0],
-            lengths=[[length - (count - 1) * (length // count), *[length // count] * (count - 1)]] * rows,
-            mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
-            rows_per_rank=rows,
-            bytes_per_target=tokens[0, 0],
-        )
+        targets = state.device.tensor_to_device(torch.tensor(float(rows * length)))
+        step = Step(CLM() if causal else MLM(), None, targets, float(rows), tokens[0, 0])
+        return {
+            "input_ids": tokens,
+            "labels": tokens,
+            "row_ids": tokens[:, 0],
+            "lengths": [[length - (count - 1) * (length // count), *[length // count] * (count - 1)]] * rows,
+            "step": [step] * rows,
+        }
 
 
 def _has_collectives(state: State) -> bool:

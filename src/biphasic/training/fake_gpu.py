@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from biphasic.config.architecture import RANKS_OF_A_MACHINE
+from biphasic.model.architecture import RANKS_OF_A_MACHINE
 
 GPU_NAME = "NVIDIA H100 80GB HBM3"
 GPU_BYTES = 79 * 2**30

@@ -22,8 +22,7 @@ from composer.loggers import (
 from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig, PretrainConfig
-from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.errors import UserError, first_line
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | None = None) -> list[LoggerDestination]:

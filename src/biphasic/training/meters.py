@@ -6,6 +6,7 @@ import itertools
 import logging
 import resource
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.amounts import format_bytes
-from biphasic.config.architecture import Architecture
 from biphasic.devices import peak_flops
-from biphasic.training.step import PreparedBatch
+from biphasic.model.architecture import Architecture
+from biphasic.objectives.batch import segment_lengths, step_of
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
@@ -80,12 +81,13 @@ class Meters(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Count the batch's FLOPs. The gradient norm has just synchronized host and device, so reading targets is free."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
-        targets = float(batch.mean_targets_per_rank)
-        document_lengths = [length for lengths in batch.lengths for length in lengths]
+        batch: Any = state.batch
+        step = step_of(batch)
+        targets = float(step.mean_targets_per_rank)
+        document_lengths = [length for lengths in batch["lengths"] for length in lengths]
         self._flops = (
-            self.size.flops(document_lengths, batch.causal, targets),
-            self.size.hardware_flops(batch.segment_lengths, batch.causal, targets, self.recomputed),
+            self.size.flops(document_lengths, step.causal, targets),
+            self.size.hardware_flops(segment_lengths(batch), step.causal, targets, self.recomputed),
         )
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -94,11 +96,11 @@ class Meters(Callback):
         if not self._first_step_done:
             self._first_step_done = True
             return
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        batch: Any = state.batch
         previous = state.previous_timestamp
         tokens = state.timestamp.token.value - (previous.token.value if previous is not None else 0)
         logger.log_metrics({"time/step_seconds": seconds})
-        for steps in (self._window, self._steps.setdefault(batch.objective, [])):
+        for steps in (self._window, self._steps.setdefault(step_of(batch).objective.name, [])):
             steps.append((seconds, self._waiting, tokens, *self._flops))
         if len(self._window) == _WINDOW:
             self._end_window(logger)

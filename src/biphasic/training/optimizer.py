@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import Tensor, nn
 
-from biphasic.checkpointing.schedule import elapsed
-from biphasic.config.durations import Duration
-from biphasic.config.pretrain import OptimizerConfig
-from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
+from biphasic.durations import Duration, TrainingProgress
+from biphasic.errors import UserError
+from biphasic.timeline import learning_rate_factor
 
 
-def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer that a YAML names, for all parameters of `model`, with weight decay on each but scalars.
+class OptimizerSettings(Protocol):
+    """What an optimizer is built from: the `optimizer:` section of a YAML."""
+
+    @property
+    def name(self) -> str:
+        """`adamw` or `muon`."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """The first learning rate."""
+        ...
+
+    @property
+    def betas(self) -> Sequence[float]:
+        """Decay rates of Adam's two moving averages."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """Added to the denominator of Adam's update."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled weight decay."""
+        ...
+
+
+def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerSettings) -> torch.optim.Optimizer:
+    """Build AdamW, or Muon with AdamW, for all parameters of `model`, with weight decay on each but scalars.
 
     Scalars (a learned temperature) are the last parameter group.
 
@@ -30,7 +58,7 @@ def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConf
     return MuonWithAdamW(matrices, others, config)
 
 
-def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+def _adamw(parameters: Iterable[Tensor], config: OptimizerSettings) -> torch.optim.AdamW:
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [{"params": [each for each in parameters if each.dim()]}]
     if scalars := [each for each in parameters if not each.dim()]:
@@ -53,7 +81,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     dimensions and are the first parameter group; `others` are the second, and a third if there are scalars.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerConfig):
+    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerSettings):
         self._muon = torch.optim.Muon(
             list(matrices), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -73,14 +101,34 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class WarmupStableDecay(Algorithm):
     """Algorithm that sets the learning rate: a linear warmup from 0, a stable phase, and a decay to `max_duration`.
 
-    `lr` is the highest rate, times `lr_scale` in parameter groups that have one. The rate depends only on the timestamp,
-    so nothing is stored in checkpoints. It is not a Composer scheduler, because Composer asks a scheduler for the next
-    batch's rate before it counts the last batch: every rate would come one batch late, so that the first is used twice
-    and the last never.
+    The rate depends only on the timestamp and the run's `max_duration`, so nothing is stored in checkpoints. It is not a
+    Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last batch: every
+    rate would come one batch late, so that the first is used twice and the last never.
+
+    Args:
+        warmup: length of the warmup, such as `2000ba`.
+        decay: length of the decay, in the unit of `max_duration` or in `dur`.
+        lr: the highest rate, times `lr_scale` in parameter groups that have one.
+        decay_shape: `linear`, `1-sqrt` or `cosine`.
+        final_lr: rate at the end of the decay, as a share of `lr`.
+
+    Raises:
+        ValueError: a duration can't be parsed, or the shape is unknown.
     """
 
-    def __init__(self, schedule: ScheduleConfig, max_duration: Duration, lr: float):
-        self.schedule, self.max_duration, self.lr = schedule, max_duration, lr
+    def __init__(
+        self,
+        warmup: Duration | str = "0ba",
+        decay: Duration | str = "0ba",
+        lr: float = 5e-4,
+        *,
+        decay_shape: str = "linear",
+        final_lr: float = 0.0,
+    ):
+        if decay_shape not in ("linear", "1-sqrt", "cosine"):
+            raise ValueError(f"decay_shape: expected linear, 1-sqrt or cosine; got {decay_shape!r}")
+        self.warmup, self.decay, self.lr = Duration.parse(warmup), Duration.parse(decay), lr
+        self.decay_shape, self.final_lr = decay_shape, final_lr
 
     def match(self, event: Event, state: State) -> bool:
         """Run before each batch."""
@@ -88,7 +136,10 @@ class WarmupStableDecay(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Set the learning rate of the batch."""
-        rate = self.lr * learning_rate_factor(self.schedule, self.max_duration, elapsed(state.timestamp))
+        end = Duration.parse(str(state.max_duration))
+        if self.decay.value and self.decay.unit not in ("dur", end.unit):
+            raise UserError(f"decay: expected the unit of max_duration ({end}), or dur; got {self.decay}")
+        rate = self.lr * learning_rate_factor(self, end, TrainingProgress.of(state.timestamp))
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -16,10 +16,10 @@ from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device
 from biphasic.errors import UserError
+from biphasic.model.architecture import Architecture, shard_ranks
 from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.versions import require_form
 

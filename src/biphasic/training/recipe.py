@@ -5,6 +5,7 @@ Read it from top to bottom. `biphasic.training.step` shows what happens to each 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import dist
 
 from biphasic.checkpointing.open_run import Run, open_run
-from biphasic.checkpointing.schedule import elapsed, validation_schedule
+from biphasic.checkpointing.schedule import validation_schedule
 from biphasic.config.data import read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
@@ -26,10 +27,12 @@ from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.data.unpacking import opened_splits
 from biphasic.devices import is_out_of_memory, rank_device
+from biphasic.durations import TrainingProgress
 from biphasic.model.backbone import build_language_model
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
+from biphasic.objectives.objective import CLM, MLM, Objective
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.compute import MicrobatchSize, configure_compute
 from biphasic.training.loggers import loggers
@@ -37,7 +40,8 @@ from biphasic.training.meters import Meters
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
 from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
 from biphasic.training.record import RunRecord, conversion_record
-from biphasic.training.step import EVALUATIONS, GradientGuard, ObjectiveSchedule, PretrainModel, data_spec
+from biphasic.training.step import GradientGuard, PretrainModel, data_spec
+from biphasic.training.switch import ObjectiveSwitch
 
 
 def pretrain(config: PretrainConfig) -> Path:
@@ -90,18 +94,28 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
     # Optimizer and learning rate
     optimizer = build_optimizer(model, model.backbone, config.optimizer)
-    learning_rate = WarmupStableDecay(config.schedule, config.max_duration, config.optimizer.lr)
+    schedule = config.schedule
+    learning_rate = WarmupStableDecay(
+        schedule.warmup,
+        schedule.decay,
+        config.optimizer.lr,
+        decay_shape=schedule.decay_shape,
+        final_lr=schedule.final_lr,
+    )
 
     # Phases: which objective a batch has
-    objective = ObjectiveSchedule(
-        config,
-        model,
+    bases, validation = [each.rope_theta for each in config.inputs], _validation_objectives(config)
+    objective = ObjectiveSwitch(
+        [phase.objective for phase in config.objective.phases],
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
+        config.seed,
+        validation=validation,
         byte_lengths=[len(text) for text in TokenTexts(tokenizer).texts],
+        on_phase=lambda index: model.set_rope_theta(bases[index]),
     )
 
     # Before each optimizer step: clipping, NaN and Inf
-    anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids, run.webhook.send)
+    anomalies = AnomalyLog(config.run_folder, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
     is_by_segment = model.backbone.attention_backend in ("varlen", "flash2")
@@ -119,7 +133,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         LRMonitor(),
         RuntimeEstimator(),
         *run.callbacks,
-        SpikeDetector(anomalies, lambda batch: batch.phase),
+        SpikeDetector(anomalies),
     ]
 
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -128,7 +142,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=data_spec(batches),
-        eval_dataloader=_evaluators(config, run, tokenizer.vocab_size),
+        eval_dataloader=_evaluators(config, run, tokenizer.vocab_size, validation),
         max_duration=str(config.max_duration),
         optimizers=optimizer,
         algorithms=algorithms,
@@ -144,7 +158,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         spin_dataloaders=False,  # `batches` begins at the right one
         auto_log_hparams=False,
     )
-    batches.progress = lambda: elapsed(trainer.state.timestamp)
+    batches.progress = lambda: TrainingProgress.of(trainer.state.timestamp)
     for group, own in zip(trainer.state.optimizers[0].param_groups, settings, strict=True):
         group.update(own)  # a checkpoint brings its own, which `checkpoint.resume_overrides` may have changed
     return trainer
@@ -177,8 +191,15 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     return build_language_model(*arguments, on_meta=on_meta), strategy
 
 
-def _evaluators(config: PretrainConfig, run: Run, vocab_size: int) -> list[Evaluator]:
-    """Return an evaluator of the validation split for each objective."""
+def _validation_objectives(config: PretrainConfig) -> dict[str, Objective]:
+    """Return the objectives of validation by name: CLM and MLM, and those that phases have besides them."""
+    # A head that predicts masked tokens from the position before can't be validated at their own position.
+    last = {each.name: each for each in (CLM(), MLM(), *(phase.objective for phase in config.objective.phases))}
+    return {name: each.validating(config.evaluation.masking_ratio) for name, each in last.items()}
+
+
+def _evaluators(config: PretrainConfig, run: Run, vocab_size: int, objectives: Iterable[str]) -> list[Evaluator]:
+    """Return an evaluator of the validation split for each objective, by its name."""
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
@@ -199,5 +220,5 @@ def _evaluators(config: PretrainConfig, run: Run, vocab_size: int) -> list[Evalu
             subset_num_batches=count,
             device_eval_microbatch_size=None if config.microbatch_size == "auto" else config.microbatch_size,
         )
-        for label in EVALUATIONS
+        for label in objectives
     ]

@@ -11,18 +11,17 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.data import StreamRecord
 from biphasic.config.load import dump
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import resolve_phases
 from biphasic.data.conversion_checks import row_problems
 from biphasic.data.tokenizer import Tokenizer
+from biphasic.durations import TrainingProgress
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
+from biphasic.objectives.batch import step_of
 from biphasic.provenance import provenance
-from biphasic.training.step import PreparedBatch
 
 
 class RunRecord(Callback):
@@ -32,7 +31,7 @@ class RunRecord(Callback):
     """
 
     def __init__(self, config: PretrainConfig, model: LanguageModel, data: dict[str, Any]):
-        phases = [span.phase.name for span in resolve_phases(config.objective.phases, config.max_duration)]
+        objectives = [phase.objective for phase in config.objective.phases]
         self._backbone = model.config
         self.record: dict[str, Any] = {
             "config": dump(config),
@@ -40,21 +39,25 @@ class RunRecord(Callback):
             **provenance(),
             "ranks": dist.get_world_size(),
             **{"batches": 0, "rows": 0, "tokens": 0, "epochs": 0, "seconds": 0.0},
-            "phases": [{"name": name, "batches": 0, "tokens": 0} for name in phases],
+            "phases": [
+                {"name": each.name, "words": each.words, "causal": each.causal, "batches": 0, "tokens": 0}
+                for each in objectives
+            ],
             "losses": {},
             "data": data,
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Count the batch in the run's and its phase's totals, and record its losses, which replace those before it."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        batch: Any = state.batch
+        index = step_of(batch).phase
         previous, record = state.previous_timestamp, self.record
-        assert previous is not None and batch.phase is not None
+        assert previous is not None and index is not None
         record["seconds"] += state.timestamp.batch_wct.total_seconds() if state.timestamp.batch_wct else 0.0
-        phase = record["phases"][batch.phase]
+        phase = record["phases"][index]
         phase["batches"] += 1
         phase["tokens"] += state.timestamp.token.value - previous.token.value
-        now = elapsed(state.timestamp)
+        now = TrainingProgress.of(state.timestamp)
         record.update(batches=now.batches, rows=now.rows, tokens=now.tokens, epochs=now.epochs)
         # An earlier objective's loss would stay that of its last batch.
         kept = {name: value for name, value in record["losses"].items() if not name.startswith("loss/train/")}

@@ -26,17 +26,16 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 
 from biphasic.amounts import format_bytes
 from biphasic.config.data import DataConfig
-from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig
 from biphasic.data.streaming import Batch, RowDataset, collate
+from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.model import backbone, losses
 from biphasic.model.layers import recomputed_layers
+from biphasic.objectives.batch import segment_lengths, step_of
 from biphasic.training import compute, recipe
 from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, FakeGPU, fake_gpu
-from biphasic.training.step import PreparedBatch
 
 BATCHES_PER_PHASE = 2
 MICROBATCHES = 2
@@ -266,12 +265,15 @@ class _Measuring(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Reset the counts for the batch."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        batch: Any = state.batch
         self.gpu.share = self._share(batch)
-        if batch.phase not in self.measured.phases:
+        if step_of(batch).phase not in self.measured.phases:
             self.gpu.reset_peak()
-        microbatches, lengths = len(batch.lengths) / int(state.device_train_microbatch_size or 1), batch.segment_lengths
-        self.is_causal = batch.causal
+        microbatches, lengths = (
+            len(batch["lengths"]) / int(state.device_train_microbatch_size or 1),
+            segment_lengths(batch),
+        )
+        self.is_causal = step_of(batch).causal
         self.pairs[True] = sum(length * (length + 1) // 2 for length in lengths) / microbatches
         self.pairs[False] = sum(length**2 for length in lengths) / microbatches
         self.gpu.flops.clear()
@@ -279,24 +281,24 @@ class _Measuring(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Record the batch's FLOPs, and tensors with a wrong dtype or device."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        batch: Any = state.batch
         model: Any = getattr(state.model, "module", state.model)  # DDP's module
         recomputed = recomputed_layers(model.model.backbone)
         expected = model.model.architecture().hardware_flops(
-            batch.segment_lengths, batch.causal, self.gpu.nonzero, recomputed
+            segment_lengths(batch), step_of(batch).causal, self.gpu.nonzero, recomputed
         )
         counted = float(sum(self.gpu.flops.values()))
-        self.measured.flops.setdefault(batch.objective, []).append((counted, expected))
+        self.measured.flops.setdefault(step_of(batch).objective.name, []).append((counted, expected))
         share = self.gpu.flops.get(torch.bfloat16, 0) / max(counted, 1.0)
         self.measured.half_precision_share = min(self.measured.half_precision_share, share)
         self.measured.problems += _misplaced(model, state.optimizers)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Record the memory that training takes."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        batch: Any = state.batch
         self.measured.state_bytes = self.gpu.current
         self.measured.peak_bytes = max(self.measured.peak_bytes, self.gpu.peak)
-        self.measured.phases[batch.phase or 0] = int(state.device_train_microbatch_size or 1), self.gpu.peak
+        self.measured.phases[step_of(batch).phase or 0] = int(state.device_train_microbatch_size or 1), self.gpu.peak
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Reset the peak memory, to measure that of validation."""
@@ -310,13 +312,10 @@ class _Measuring(Callback):
         """Record the memory that validation takes."""
         self.measured.validation_peak_bytes = max(self.measured.validation_peak_bytes, self.gpu.peak)
 
-    def _share(self, batch: PreparedBatch) -> float:
-        """Return the share of positions that are predicted."""
-        if batch.causal:
-            return 1.0
-        phase = None if batch.phase is None else self.config.objective.phases[batch.phase]
-        ratio = phase.masking_ratio if isinstance(phase, MLMPhase) else self.config.evaluation.masking_ratio
-        return max(ratio.start, ratio.end) if isinstance(ratio, RampConfig) else ratio
+    def _share(self, batch: Any) -> float:
+        """Return the largest share of positions that are predicted."""
+        objective = step_of(batch).objective
+        return max(objective.predicted_share(0.0), objective.predicted_share(1.0))
 
 
 def _misplaced(model: nn.Module, optimizers: Any) -> list[str]:

@@ -12,8 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.workers import resources
 
 _MAX_FAILED_STARTS = 3

@@ -14,8 +14,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.workers import resources
 from biphasic.workers.group import WorkerGroup
 

@@ -1,21 +1,21 @@
-"""Schema of training phases and the learning-rate schedule, and the phase and learning rate of any batch.
-
-Only this module computes phases and learning rates. Both depend only on the configuration and the run's progress.
-"""
+"""Schema of training phases and the learning-rate schedule, and their checks."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, WrapValidator, create_model
 
 from biphasic.config.base import KeyProblems, Positive, Section, Share
 from biphasic.config.data import PhaseDataConfig
-from biphasic.config.durations import BatchShapes, Duration, TrainingProgress
+from biphasic.durations import BatchShapes, Duration
+from biphasic.objectives.objective import CLM, MLM, Objective
+from biphasic.timeline import decay_start, resolve_phases
 
-START = Duration(0, "ba")
 _COUNTED = "batches (ba), rows (sp) or tokens (tok)"
 
 
@@ -63,6 +63,12 @@ class _Phase(Section):
     model: PhaseModelConfig | None = None
     """What changes in the model from this phase on. Null: nothing."""
 
+    @property
+    def objective(self) -> Objective:
+        """What the phase trains."""
+        kind = objective_class(self.name)
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
 
 class CLMPhase(_Phase):
     """Causal language modeling: each token predicts the next token of its segment."""
@@ -84,7 +90,50 @@ class MLMPhase(_Phase):
     the head's offset stays the same when the objective changes (masked next-token prediction)."""
 
 
-Phase = Annotated[CLMPhase | MLMPhase, Field(discriminator="name")]
+_OBJECTIVES: dict[str, type[Objective]] = {"clm": CLM, "mlm": MLM}
+
+
+def objective_class(name: str) -> type[Objective]:
+    """Return the objective that a phase's `name` means: `clm`, `mlm`, or `MODULE.CLASS` of a module on Python's path.
+
+    Raises a ValueError if there is no such module, or the class is not an `Objective`.
+    """
+    if name in _OBJECTIVES:
+        return _OBJECTIVES[name]
+    module, _, kind = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), kind)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"name: {name} can't be imported ({error}); set PYTHONPATH to its module's folder") from None
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ValueError(f"name: {name} is not a subclass of biphasic.Objective")
+    return found
+
+
+@cache
+def phase_section(name: str) -> type[_Phase]:
+    """Return the section of phases with an objective of one's own: the fields of its class are its keys."""
+    kind = objective_class(name)
+    hints, own = get_type_hints(kind), [field for field in fields(kind) if field.name not in _Phase.model_fields]
+    defaults = {field.name: ... if field.default is MISSING else field.default for field in own}
+    keys: dict[str, Any] = {key: (hints[key], default) for key, default in defaults.items()}
+    keys["name"] = Literal[name], ...
+    return create_model(kind.__name__, __base__=_Phase, __doc__=kind.__doc__, **keys)
+
+
+def _of_own_objective(value: Any, validate: Callable[[Any], Any]) -> Any:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or "." not in name:
+        return value if isinstance(value, _Phase) else validate(value)
+    section = phase_section(name).model_validate(value)
+    assert section.objective  # raises the ValueError of a class that checks its values
+    return section
+
+
+Phase = Annotated[
+    SerializeAsAny[Annotated[CLMPhase | MLMPhase, Field(discriminator="name")]], WrapValidator(_of_own_objective)
+]
+"""A phase with one of Biphasic's objectives, or with `name: MODULE.CLASS` one of the user's own."""
 
 
 class ObjectiveConfig(Section):
@@ -107,64 +156,7 @@ class ScheduleConfig(Section):
     """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
 
 
-@dataclass(frozen=True)
-class ResolvedPhase:
-    """A phase from `start` (inclusive) to `end` (exclusive). Neither time is in `dur`."""
-
-    index: int
-    phase: CLMPhase | MLMPhase
-    start: Duration
-    end: Duration
-
-    def masking_ratio(self, elapsed: TrainingProgress) -> float:
-        """Return the MLM masking ratio at `elapsed`, a time in this phase. A ramp reaches `end` at the phase's end."""
-        assert isinstance(self.phase, MLMPhase)
-        ratio = self.phase.masking_ratio
-        if not isinstance(ratio, RampConfig):
-            return ratio
-        share = (elapsed.in_unit(self.end.unit) - self.start.value) / (self.end.value - self.start.value)
-        return ratio.start + (ratio.end - ratio.start) * share
-
-
-def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[ResolvedPhase]:
-    """Return the interval of each phase. Shares are converted to the unit of `max_duration`."""
-    spans, start = [], START
-    for index, phase in enumerate(phases):
-        end = max_duration if phase.until is None else phase.until.resolve(max_duration)
-        spans.append(ResolvedPhase(index, phase, start, end))
-        start = end
-    return spans
-
-
-def phase_at(resolved_phases: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
-    """Return the phase of the batch that begins at `elapsed`: the last phase that has started."""
-    return next(span for span in reversed(resolved_phases) if elapsed.reached(span.start))
-
-
-def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
-    """Return when the learning rate begins to fall; `max_duration` without a decay."""
-    return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
-
-
-def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: TrainingProgress) -> float:
-    """Return the learning rate of the batch that begins at `elapsed`, relative to the peak learning rate.
-
-    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then
-    decays to `final_lr` at the end of the run.
-    """
-    warmup = schedule.warmup.resolve(max_duration)
-    if not elapsed.reached(warmup):
-        return elapsed.in_unit(warmup.unit) / warmup.value
-    start = decay_start(schedule, max_duration)
-    done = elapsed.in_unit(start.unit) - start.value
-    if done <= 0:
-        return 1.0
-    share = done / (max_duration.value - start.value)
-    shapes = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
-    return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]
-
-
-def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, batch: BatchShapes) -> KeyProblems:
+def phase_problems(phases: Sequence[_Phase], max_duration: Duration, batch: BatchShapes) -> KeyProblems:
     """Check the phases of a run of `max_duration`."""
     for index, phase in enumerate(phases):
         key = f"objective.phases.{index}"

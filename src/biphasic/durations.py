@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import core_schema
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
 
 UNITS = {"ba": "batches", "sp": "rows", "tok": "tokens", "ep": "epochs", "dur": "share of max_duration"}
 _REFUSED = {
@@ -68,7 +68,9 @@ class Duration:
         return f"{self.value!r}".removesuffix(".0") + "dur" if self.unit == "dur" else f"{int(self.value)}{self.unit}"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> Any:
+        from pydantic_core import core_schema  # only configurations need it
+
         # A separate format in JSON schemas, from which the reference is made.
         return core_schema.no_info_plain_validator_function(
             cls.parse,
@@ -85,6 +87,11 @@ class TrainingProgress:
     rows: int
     tokens: int
     epochs: int
+
+    @classmethod
+    def of(cls, time: Any) -> TrainingProgress:
+        """Return the counts of a Composer `Timestamp`."""
+        return cls(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
     def in_unit(self, unit: str) -> int:
         """Return the count in `unit` (`ba`, `sp`, `tok` or `ep`)."""

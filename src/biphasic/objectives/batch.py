@@ -1,0 +1,147 @@
+"""The batches that the objective switch takes and returns: dictionaries, which Composer counts and splits by itself.
+
+A loader's batch has
+
+    input_ids      int64 [rows, length]
+    segment_ids    int [rows, length]: 1 for a row's first segment, 2 for the second, …; 0 at padding. Optional: by default
+                   a segment begins where `position_ids` is 0, or a row is one segment; padding is where
+                   `attention_mask` is 0.
+    row_ids        int64 [rows], from which a row's masks are drawn. Optional: by default a hash of the row's tokens.
+    lengths        a list of segment lengths for each row, optionally without the padding at its end. Optional.
+    counter        a number that changes each time a row is seen again. Optional: by default that of the batch.
+
+and the switch returns
+
+    input_ids      int64 [rows, length], with masks
+    labels         int64 [rows, length]: what is predicted at each position; -100 where nothing is
+    segment_ids    as above
+    row_ids        as above
+    lengths        as above
+    step           for each row, the same `Step`
+
+Every value has an entry for each row, so that a part of a batch is a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from biphasic.model.segments import Segments, rounded_count
+from biphasic.objectives.mlm import row_hashes
+from biphasic.objectives.objective import Objective
+
+Batch = dict[str, Any]
+"""A dictionary as described above."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is the same for all rows of a global batch.
+
+    Attributes:
+        objective: the objective of the batch.
+        phase: index of the phase; None in validation.
+        mean_targets_per_rank: fp32 scalar, number of targets in the global batch divided by the number of ranks. DDP and
+            FSDP average gradients over ranks, so each rank's summed loss is divided by this number.
+        mean_rows_per_rank: fp32 scalar, number of rows in the global batch divided by the number of ranks.
+        bytes_per_target: fp32 scalar, mean number of bytes of text of a target in the global batch; NaN if unknown.
+    """
+
+    objective: Objective
+    phase: int | None
+    mean_targets_per_rank: Tensor
+    mean_rows_per_rank: Tensor | float
+    bytes_per_target: Tensor
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention is causal."""
+        return self.objective.causal
+
+    def mean_loss(self, total: Tensor, rows: int) -> Tensor:
+        """Scale the summed loss of a microbatch of `rows` rows, as `mean_over_global_batch` does."""
+        return mean_over_global_batch(total, self.mean_targets_per_rank, rows, self.mean_rows_per_rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step itself: Composer copies each microbatch."""
+        return self
+
+
+def mean_over_global_batch(
+    total: Tensor, mean_targets_per_rank: Tensor | float, rows: int, mean_rows_per_rank: Tensor | float
+) -> Tensor:
+    """Scale a microbatch's summed loss so that Composer's sum is the mean over the global batch's targets.
+
+    Composer multiplies the loss of a microbatch by its share of a rank's mean number of rows, which is cancelled here. DDP
+    and FSDP divide gradients by the number of ranks, which is why `mean_targets_per_rank` is the number of targets in the
+    global batch divided by the number of ranks.
+    """
+    return total / mean_targets_per_rank / (rows / mean_rows_per_rank)
+
+
+def step_of(batch: Mapping[str, Any]) -> Step:
+    """Return the step of a batch that the objective switch has prepared."""
+    return batch["step"][0]
+
+
+def complete(batch: Any) -> Batch:
+    """Return a loader's batch with the keys that it may leave out, except `counter`.
+
+    Raises:
+        ValueError: it is not a dictionary with `input_ids`, int [rows, length].
+    """
+    if (
+        not isinstance(batch, Mapping)
+        or not isinstance(batch.get("input_ids"), Tensor)
+        or batch["input_ids"].dim() != 2
+    ):
+        raise ValueError(
+            "expected batches that are dictionaries with `input_ids`, int64 [rows, length], and optionally `segment_ids` or "
+            f"`position_ids`, and `attention_mask`; got {type(batch).__name__}"
+            + (f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "")
+        )
+    tokens, mask = batch["input_ids"].long(), batch.get("attention_mask")
+    segment_ids = batch.get("segment_ids")
+    if segment_ids is None and batch.get("position_ids") is not None:
+        segment_ids = (batch["position_ids"] == 0).cumsum(1)
+    if segment_ids is None:
+        segment_ids = torch.ones_like(tokens)
+    if mask is not None:
+        segment_ids = segment_ids * (mask > 0)
+    row_ids, lengths = batch.get("row_ids"), batch.get("lengths")
+    return {
+        "input_ids": tokens,
+        "segment_ids": segment_ids,
+        "row_ids": row_hashes(tokens) if row_ids is None else row_ids,
+        "lengths": _runs(segment_ids) if lengths is None else lengths,
+    }
+
+
+def _runs(segment_ids: Tensor) -> list[list[int]]:
+    """Return the lengths of each row's segments in order. Padding is a segment, wherever it stands."""
+    ends = torch.ones_like(segment_ids, dtype=torch.bool)
+    ends[:, :-1] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return [torch.diff(row.nonzero()[:, 0] + 1, prepend=torch.tensor([0])).tolist() for row in ends.cpu()]
+
+
+def segment_lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Return the lengths of all segments of the flattened rows. The padding at a row's end is a separate segment."""
+    length, segments = batch["input_ids"].shape[1], list[int]()
+    for lengths in batch["lengths"]:
+        segments += lengths
+        if (padding := length - sum(lengths)) > 0:
+            segments.append(padding)
+    return segments
+
+
+def segments_of(batch: Mapping[str, Any]) -> Segments:
+    """Return the segments of the flattened rows."""
+    # Some attention kernels are prepared for each combination of number of segments and maximum length. So that few
+    # combinations occur, the number is rounded, and the row length is given as the maximum.
+    lengths, inputs = segment_lengths(batch), batch["input_ids"]
+    return Segments.of(lengths, inputs.device, inputs.shape[1], rounded_count(len(lengths)))

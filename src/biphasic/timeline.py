@@ -1,0 +1,98 @@
+"""Compute the phase and the learning rate of any batch, from durations and the run's progress alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from biphasic.durations import Duration, TrainingProgress
+
+START = Duration(0, "ba")
+
+
+class _Phase(Protocol):
+    @property
+    def until(self) -> Any: ...
+
+
+class Schedule(Protocol):
+    """A warmup-stable-decay schedule (WSD)."""
+
+    @property
+    def warmup(self) -> Duration:
+        """Length of the linear warmup from 0."""
+        ...
+
+    @property
+    def decay(self) -> Duration:
+        """Length of the decay at the end of the run; 0: none."""
+        ...
+
+    @property
+    def decay_shape(self) -> str:
+        """`linear`, `1-sqrt` or `cosine`."""
+        ...
+
+    @property
+    def final_lr(self) -> float:
+        """Learning rate at the end of the decay, as a share of the peak."""
+        ...
+
+
+@dataclass(frozen=True)
+class ResolvedPhase:
+    """A phase from `start` (inclusive) to `end` (exclusive). Neither time is in `dur`."""
+
+    index: int
+    phase: Any
+    start: Duration
+    end: Duration
+
+    def share(self, elapsed: TrainingProgress) -> float:
+        """Return the share of the phase that has passed at `elapsed`, a time in it.
+
+        Raises a ValueError if its start and end have different units.
+        """
+        if self.start.value and self.start.unit != self.end.unit:
+            raise ValueError(f"expected the start ({self.start}) and the end ({self.end}) of a phase in the same unit")
+        return (elapsed.in_unit(self.end.unit) - self.start.value) / (self.end.value - self.start.value)
+
+
+def resolve_phases(phases: Sequence[_Phase], max_duration: Duration) -> list[ResolvedPhase]:
+    """Return the interval of each phase. Shares are converted to the unit of `max_duration`."""
+    spans, start = [], START
+    for index, phase in enumerate(phases):
+        end = max_duration if phase.until is None else Duration.parse(phase.until).resolve(max_duration)
+        spans.append(ResolvedPhase(index, phase, start, end))
+        start = end
+    return spans
+
+
+def phase_at(resolved_phases: Sequence[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
+    """Return the phase of the batch that begins at `elapsed`: the last phase that has started."""
+    return next(span for span in reversed(resolved_phases) if elapsed.reached(span.start))
+
+
+def decay_start(schedule: Schedule, max_duration: Duration) -> Duration:
+    """Return when the learning rate begins to fall; `max_duration` without a decay."""
+    return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
+
+
+def learning_rate_factor(schedule: Schedule, max_duration: Duration, elapsed: TrainingProgress) -> float:
+    """Return the learning rate of the batch that begins at `elapsed`, relative to the peak learning rate.
+
+    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then
+    decays to `final_lr` at the end of the run.
+    """
+    warmup = schedule.warmup.resolve(max_duration)
+    if not elapsed.reached(warmup):
+        return elapsed.in_unit(warmup.unit) / warmup.value
+    start = decay_start(schedule, max_duration)
+    done = elapsed.in_unit(start.unit) - start.value
+    if done <= 0:
+        return 1.0
+    share = done / (max_duration.value - start.value)
+    shapes = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
+    return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]

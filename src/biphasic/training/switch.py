@@ -1,0 +1,185 @@
+"""The switch of objectives: which objective a batch has, its inputs and targets, and their number on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from composer.models import HuggingFaceModel
+from composer.utils import dist
+from torch import Tensor
+
+from biphasic.data.seeds import derive_seed
+from biphasic.durations import Duration, TrainingProgress
+from biphasic.errors import UserError
+from biphasic.model.losses import IGNORE
+from biphasic.objectives.batch import Batch, Step, complete
+from biphasic.objectives.mlm import Vocabulary
+from biphasic.objectives.objective import Draws, Objective
+from biphasic.timeline import ResolvedPhase, phase_at, resolve_phases
+from biphasic.training.hugging_face import compute_prepared_batches
+
+_TOLERANCE = 1e-3
+
+
+class ObjectiveSwitch(Algorithm):
+    """Algorithm that applies the current phase's objective to the rank's rows. The switch from CLM to MLM happens here.
+
+    Batches are as in `biphasic.objectives.batch`. A batch's phase depends only on the timestamp, so a phase starts at the
+    configured batch regardless of how many batches the loader has prefetched, and also after a resume. Targets are counted
+    over all ranks, because the loss is the mean over the targets of the global batch, for any microbatch size and number of
+    ranks. Masks depend on the seed, the row and the counter alone. Duplicates of a row in one batch get the same mask.
+
+    Composer's `HuggingFaceModel` around a decoder, or an encoder with a language-model head, is changed so that it takes
+    prepared batches. A ComposerModel of one's own gets them as its batches, and reads
+    `direction = step_of(batch).causal`, `batch["labels"]` and `step_of(batch).mean_loss(total, rows)`.
+
+    Args:
+        phases: the objectives in order, such as `[CLM(until="0.5dur"), MLM()]`. Each but the last has `until`.
+        tokenizer: a Hugging Face tokenizer, or its `Vocabulary`.
+        seed: of the masks, and of dropout.
+        validation: objectives by the label of their evaluator. Default: those of the phases by name; an evaluator with
+            another label gets the objective of the current phase.
+        byte_lengths: number of bytes of text of each token, for bits per byte.
+        on_phase: called with the index of the phase before each batch, in training and in validation.
+    """
+
+    def __init__(
+        self,
+        phases: Sequence[Objective],
+        tokenizer: Any,
+        seed: int,
+        *,
+        validation: Mapping[str, Objective] | None = None,
+        byte_lengths: Sequence[int] | None = None,
+        on_phase: Callable[[int], object] = lambda index: None,
+    ):
+        open_ended = [index for index, phase in enumerate(phases) if phase.until is None]
+        if open_ended != [len(phases) - 1]:
+            raise UserError("phases: expected `until` in each phase but the last, which ends with the run")
+        is_vocabulary = isinstance(tokenizer, Vocabulary)
+        self.vocabulary: Vocabulary = tokenizer if is_vocabulary else Vocabulary.of(tokenizer)
+        self.phases, self.seed, self._on_phase = list(phases), seed, on_phase
+        self.validation = {phase.name: phase for phase in phases} if validation is None else dict(validation)
+        self.byte_lengths = None if byte_lengths is None else torch.tensor([*byte_lengths, 0])  # the last for `IGNORE`
+        self.last_batch = TrainingProgress(0, 0, 0, 0)
+        """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
+        self._spans: tuple[Duration, list[ResolvedPhase]] | None = None
+        self._expected: Tensor | None = None
+        """Loss of the first batch after a start, summed over its microbatches; then None."""
+        self._is_checked = False
+
+    def span(self, state: State, time: TrainingProgress) -> ResolvedPhase:
+        """Return the phase at a time of the run. Raises a UserError if the phases don't fit its `max_duration`."""
+        end = Duration.parse(str(state.max_duration))
+        if self._spans is None or self._spans[0] != end:
+            spans = resolve_phases(self.phases, end)
+            for each in spans:
+                if each.start.unit == each.end.unit and each.start.value >= each.end.value:
+                    raise UserError(
+                        f"phases: phase {each.index} begins at {each.start} and ends at {each.end} of {end}"
+                    )
+            self._spans = end, spans
+        return phase_at(self._spans[1], time)
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run before each batch is split into microbatches, in training and in validation; and once to check the loss."""
+        if event in (Event.AFTER_LOSS, Event.BATCH_END):
+            return not self._is_checked
+        return event in (Event.INIT, Event.BATCH_START, Event.EVAL_BATCH_START)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace the rank's rows by a prepared batch. At a phase's first batch, reset the optimizer if configured."""
+        if event == Event.INIT:
+            if isinstance(state.model, HuggingFaceModel):
+                compute_prepared_batches(state.model)
+        elif event in (Event.AFTER_LOSS, Event.BATCH_END):
+            self._check_loss(event, state)
+        elif event == Event.EVAL_BATCH_START:
+            span = self.span(state, self.last_batch)
+            self._on_phase(span.index)
+            label = str(state.dataloader_label)
+            objective: Objective = self.validation[label] if label in self.validation else span.phase
+            rows = state.device.batch_to_device(complete(state.batch))
+            state.batch = self.prepare(rows, objective, None, 0, lambda: span.share(self.last_batch))
+        else:
+            self._begin(state, logger)
+
+    def _begin(self, state: State, logger: Logger) -> None:
+        now = TrainingProgress.of(state.timestamp)
+        span, before = self.span(state, now), self.span(state, self.last_batch)
+        if span.index != before.index and span.phase.reset_optimizer:
+            for optimizer in state.optimizers:
+                optimizer.state.clear()  # Adam's moments and step counts; learning rates don't change
+        self.last_batch = now
+        self._on_phase(span.index)
+        counter = state.batch.get("counter", now.batches) if isinstance(state.batch, Mapping) else 0
+        rows = complete(state.batch)
+        # Before the rows are moved, since reading a number on the device would wait for it.
+        torch.manual_seed(derive_seed("dropout", self.seed, now.batches, int(rows["row_ids"][0])))
+        rows = state.device.batch_to_device(rows)
+        state.batch = self.prepare(rows, span.phase, span.index, counter, lambda: span.share(now))
+        logger.log_metrics({"objective/phase": span.index, **span.phase.metrics(lambda: span.share(now))})
+
+    def prepare(
+        self, rows: Batch, objective: Objective, phase: int | None, counter: int, share: Callable[[], float]
+    ) -> Batch:
+        """Apply an objective to a rank's rows. All ranks must call this together."""
+        tokens, segment_ids = rows["input_ids"], rows["segment_ids"]
+        draws = Draws(rows["row_ids"], self.seed, counter)
+        inputs, targets = objective.inputs_and_targets(tokens, segment_ids, self.vocabulary, draws, share)
+        if self.byte_lengths is None:
+            target_bytes = torch.tensor(float("nan"), device=targets.device)
+        else:
+            self.byte_lengths = self.byte_lengths.to(targets.device)  # copied once
+            target_bytes = self.byte_lengths[targets.clamp(min=-1)].sum()
+        count = (targets != IGNORE).sum()
+        counts = torch.stack([count, target_bytes, count.new_full((), len(tokens))]).to(torch.float32)
+        dist.all_reduce(counts, reduce_operation="SUM")
+        mean_targets, mean_bytes, mean_rows = counts.clamp(min=1.0) / dist.get_world_size()
+        step = Step(objective, phase, mean_targets, mean_rows, mean_bytes / mean_targets)
+        return {**rows, "input_ids": inputs, "labels": targets, "step": [step] * len(tokens)}
+
+    def _check_loss(self, event: Event, state: State) -> None:
+        """Check once that Composer weights microbatches by their rows. Raises a UserError on all ranks."""
+        batch: Any = state.batch
+        if event == Event.AFTER_LOSS:
+            step, loss = batch["step"][0], state.loss
+            values = loss.values() if isinstance(loss, dict) else [loss]
+            total = loss["total"] if isinstance(loss, dict) and "total" in loss else sum(values)  # pyright: ignore
+            part = total.detach() * (len(batch["step"]) / step.mean_rows_per_rank)  # pyright: ignore
+            self._expected = part if self._expected is None else self._expected + part
+            return
+        self._is_checked = True
+        if self._expected is None or not state.total_loss_dict:
+            return
+        dist.all_reduce(self._expected, reduce_operation="SUM")
+        expected, actual = float(self._expected) / dist.get_world_size(), state.total_loss_dict["loss/train/total"]
+        if abs(actual - expected) > _TOLERANCE * abs(expected):
+            raise UserError(
+                f"Composer has weighted this batch's microbatches by other numbers than their rows (loss {actual:.4f}, and "
+                f"{expected:.4f} as the mean over the targets): set Trainer(accumulate_train_batch_on_tokens=False); "
+                "ObjectiveSwitch counts targets itself"
+            )
+
+    @property
+    def phase_name(self) -> str:
+        """Name of the last batch's phase."""
+        if self._spans is None:
+            return self.phases[0].name
+        return phase_at(self._spans[1], self.last_batch).phase.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when the last batch began, as plain values that `weights_only` can load."""
+        return {"repr": repr(self), "last_batch": list(astuple(self.last_batch))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore when the last batch began.
+
+        The phase is not stored: it is looked up in this run's phases, because the checkpoint may come from another run.
+        """
+        self.last_batch = TrainingProgress(*state["last_batch"])
