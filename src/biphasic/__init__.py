@@ -1,1 +1,47 @@
-"""Biphasic: training recipes for text encoders."""
+"""Biphasic: pretrain text encoders with causal language modeling, then masked language modeling.
+
+The names below stay (docs/library.md). Each is imported when it is first used: the functions need torch, and the classes
+that Composer's Trainer takes need Composer.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from biphasic.data.packing import pack
+    from biphasic.model.attention_check import check_attention
+    from biphasic.model.losses import cross_entropy_at_targets
+    from biphasic.model.packing_probe import packed_attention
+    from biphasic.objectives.batch import step_of
+    from biphasic.objectives.clm import clm_targets
+    from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+    from biphasic.objectives.objective import CLM, MLM, Objective, Ramp, Replacement
+    from biphasic.training.optimizer import WarmupStableDecay
+    from biphasic.training.switch import ObjectiveSwitch
+
+_MODULES = {
+    "data.packing": ("pack",),
+    "model.attention_check": ("check_attention",),
+    "model.packing_probe": ("packed_attention",),
+    "model.losses": ("cross_entropy_at_targets",),
+    "objectives.batch": ("step_of",),
+    "objectives.clm": ("clm_targets",),
+    "objectives.mlm": ("Vocabulary", "mlm_inputs_and_targets"),
+    "objectives.objective": ("CLM", "MLM", "Objective", "Ramp", "Replacement"),
+    "training.optimizer": ("WarmupStableDecay",),
+    "training.switch": ("ObjectiveSwitch",),
+}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [
+    "CLM", "MLM", "Objective", "ObjectiveSwitch", "Ramp", "Replacement", "Vocabulary", "WarmupStableDecay",
+    "check_attention", "clm_targets", "cross_entropy_at_targets", "mlm_inputs_and_targets", "pack", "packed_attention",
+    "step_of",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'biphasic' has no attribute {name!r}")
+    return getattr(import_module(f"biphasic.{_NAMES[name]}"), name)

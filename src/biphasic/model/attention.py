@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim
+from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim, varlen_attn
 from biphasic.model.segments import Segments, visibility_mask
 
 ATTENTION_NAME = "biphasic"
@@ -125,8 +124,8 @@ def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dty
         return requested
     if device != "cuda":
         return "sdpa"
-    packed = "flash2" if missing_option(hf_config, "varlen", dtype, training) else "varlen"
-    for backend in (packed, "flex"):
+    lacks_varlen = varlen_attn is None or missing_option(hf_config, "varlen", dtype, training)
+    for backend in ("flash2" if lacks_varlen else "varlen", "flex"):
         if missing_option(hf_config, backend, dtype, training) is None and backend_available(backend):
             return backend
     return "sdpa"
@@ -159,7 +158,7 @@ def backend_available(backend: str) -> bool:
         return True
     if not torch.cuda.is_available():
         return False
-    if backend == "flash2" and not _HAS_FLASH_2:
+    if (backend == "flash2" and not _HAS_FLASH_2) or (backend == "varlen" and varlen_attn is None):
         return False
     # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
     return hip is not None or torch.cuda.get_device_capability()[0] >= 8
@@ -194,6 +193,7 @@ class AttentionOptions(NamedTuple):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    assert varlen_attn is not None
     q, k, v = _flat(query, key, value)
     # cuDNN's causal kernels require the same tensor object for queries and keys.
     cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen

@@ -31,7 +31,7 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
         # The residual stream and the rotary tables stay in fp32, even if FSDP gathers the embedding in bf16.
         embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
     arguments = attention_arguments(backbone, segments, device, dtype, causal)
-    positions = segments.position_ids[None]
+    positions = segments.position_ids[None] + reserved_positions(backbone)
     output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)
     return output.last_hidden_state[0]
 

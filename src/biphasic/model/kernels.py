@@ -5,29 +5,30 @@ Imports torch only, so that benchmarks/gpu.py runs without other packages.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import itertools
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.version import hip
 
 from biphasic.errors import UserError
 from biphasic.model.segments import visibility_mask
+
+varlen_attn: Callable[..., Any] | None = None
+"""PyTorch's attention over segments of any length; None before torch 2.10, on which other backends compute it."""
+with suppress(ImportError):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN", "fa2": "FlashAttention 2"}
 """Kernels by their name in a YAML, in the order in which `auto` tries them."""
@@ -37,7 +38,9 @@ _CAPABILITIES = {"fa4": (9, 10), "fa3": (9,), "cudnn": (9, 10)}
 _CUDNN_WITH_EMPTY_SEGMENTS = 92500
 """Oldest cuDNN version whose attention supports empty segments; older ones return NaN (cudnn-frontend, issue 943)."""
 # In PyTorch 2.11, grouped-query attention needs no argument.
-GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GQA_OPTIONS: dict[str, Any] = (
+    {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 _TRIED_LENGTHS = (150, 0, 1, 90, 0)
 _TOLERANCE = 2e-2
 """Maximum error of bf16 results, relative to the norm of those in fp32."""
@@ -103,6 +106,8 @@ def _has_module(name: str) -> bool:
 
 def _activation_problem(name: str, hf_config: Any) -> str | None:
     """Activate and try kernels. Return why they can't be used; None if they work."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
     try:
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         if name in _MODULES:
@@ -125,6 +130,9 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
     Raises:
         RuntimeError: results differ from dense attention in fp32. The kernels may raise other errors.
     """
+    from torch.nn.attention import current_flash_attention_impl
+
+    assert varlen_attn is not None
     heads, tokens = hf_config.num_attention_heads, sum(_TRIED_LENGTHS)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     generator = torch.Generator().manual_seed(0)

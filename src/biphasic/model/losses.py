@@ -22,6 +22,8 @@ CHUNK_BYTES = 128 * 2**20
 _CACHED_BYTES = 8 * 2**20
 """Logits up to this size fit in a CPU's cache. With a large head, chunks are larger, because each one reads the head
 from memory."""
+_ADDS_TO_FP32 = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""Whether this PyTorch (2.8 or later) adds a product in bf16 to an fp32 sum."""
 GPU_SHARE = 1 / 64
 """Share of a GPU's memory for a chunk's logits. Small chunks are slow, because each one adds to the head's full gradient."""
 
@@ -61,7 +63,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[start : start + chunk] = grad @ cast
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.T, part)
-            elif grad.is_cuda and hip is None:
+            elif grad.is_cuda and hip is None and _ADDS_TO_FP32:
                 # cuBLAS adds to the fp32 sum, which saves rounding each chunk to bf16 and another pass over the gradient.
                 torch.addmm(grad_weight, grad.T, part, out_dtype=grad_weight.dtype, out=grad_weight)
             else:

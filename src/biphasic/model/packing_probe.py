@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from biphasic.errors import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.model import attention
-from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
+from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward, reserved_positions
 from biphasic.model.rope import rope_threshold
-from biphasic.model.segments import Segments, visibility_mask
+from biphasic.model.segments import Segments, run_lengths, visibility_mask
 from biphasic.quiet import without_warnings
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def packing_problem(backbone: Any, decoder: bool = True, longest: int | None = N
         longest: number of tokens in the longest segment. Default: the model's own limit.
     """
     vocabulary, pair = _vocabulary(backbone), [_LENGTH, _LENGTH]
-    tokens = _tokens(2 * _LENGTH, vocabulary)
+    tokens = _tokens(2 * _LENGTH, vocabulary).to(_device(backbone))
     rope = rope_threshold(backbone.config.to_dict())
     own: int | None = getattr(backbone.config, "max_position_embeddings", None) if rope is None else rope.length
-    longest = longest or own or _LENGTH
+    longest = longest or (own or _LENGTH) - reserved_positions(backbone)
     try:
         for causal in (not decoder, decoder):  # in the family's own direction last
             hidden = _hidden(backbone, tokens, causal, pair)
@@ -75,6 +75,36 @@ def packing_problem(backbone: Any, decoder: bool = True, longest: int | None = N
     return None
 
 
+def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Switch a Hugging Face model to attention over segments, in both directions, and return a function that computes it.
+
+    The function takes token ids, int64 [rows, length], segment ids (1 for a row's first segment, 2 for the second, …; 0 for
+    padding), and whether attention is causal. It returns the hidden states, [rows, length, width]. Tokens attend within
+    their segment only, positions restart at each segment, and nothing is computed twice or masked on kernels for segments
+    of any length.
+
+    Raises:
+        UserError: the model's layers can't be switched. Its own attention stays.
+    """
+    attention.register()
+    base = model.base_model
+    backbone: Any = base.get_decoder() if hasattr(base, "get_decoder") else base
+    own, was_training = backbone.config._attn_implementation, model.training
+    decoder = not is_bidirectional(backbone.eval())
+    model.eval().set_attn_implementation(attention.ATTENTION_NAME)
+    problem = packing_problem(backbone, decoder)
+    model.train(was_training)
+    if problem is not None:
+        model.set_attn_implementation(own)
+        raise UserError(f"{type(model).__name__} can't be computed on packed segments: {problem}")
+
+    def forward(input_ids: Tensor, segment_ids: Tensor, causal: bool) -> Tensor:
+        segments = Segments.of([length for row in run_lengths(segment_ids) for length in row], input_ids.device)
+        return packed_forward(backbone, input_ids.flatten(), segments, causal).unflatten(0, input_ids.shape)
+
+    return forward
+
+
 @torch.no_grad()
 def computes_own_logits(network: Any, model: LanguageModel) -> bool:
     """Return whether a language model has the logits of the Hugging Face class that its backbone and head come from.
@@ -85,7 +115,7 @@ def computes_own_logits(network: Any, model: LanguageModel) -> bool:
         network: the class with a head. It has the same modules as `model`.
         model: the language model, in evaluation mode.
     """
-    tokens = _tokens(2 * _LENGTH, _vocabulary(model.backbone)).view(2, _LENGTH)
+    tokens = _tokens(2 * _LENGTH, _vocabulary(model.backbone)).view(2, _LENGTH).to(_device(model.backbone))
     with _own_attention(network):
         own = network(input_ids=tokens).logits
         logits = model.logits(model.backbone(input_ids=tokens).last_hidden_state)
@@ -104,6 +134,10 @@ def _own_attention(network: Any) -> Iterator[None]:
 
 def _vocabulary(backbone: Any) -> int:
     return backbone.get_input_embeddings().weight.shape[0]
+
+
+def _device(backbone: Any) -> torch.device:
+    return backbone.get_input_embeddings().weight.device
 
 
 def _with_changed_token(tokens: Tensor, index: int, vocabulary: int) -> Tensor:
@@ -137,7 +171,7 @@ def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool, lengths: list[int
 
 def _difference_from_own(backbone: Any, lengths: list[int], causal: bool) -> float:
     """Return the largest relative difference from hidden states of the family's own attention, segment by segment."""
-    tokens = _tokens(sum(lengths), _vocabulary(backbone))
+    tokens = _tokens(sum(lengths), _vocabulary(backbone)).to(_device(backbone))
     hidden = _hidden(backbone, tokens, causal, lengths)
     with _own_attention(backbone):
         texts = [backbone(input_ids=text[None], use_cache=False) for text in tokens.split(lengths)]
@@ -149,7 +183,7 @@ def _difference_from_own(backbone: Any, lengths: list[int], causal: bool) -> flo
 def is_bidirectional(encoder: nn.Module) -> bool:
     """Return whether a text's first hidden state depends on its last token, with the encoder's own attention."""
     length, vocabulary = 8, _vocabulary(encoder)
-    tokens = torch.arange(1, length + 1) * max(vocabulary // 16, 1) % vocabulary
+    tokens = torch.arange(1, length + 1, device=_device(encoder)) * max(vocabulary // 16, 1) % vocabulary
     both = torch.cat([tokens, _with_changed_token(tokens, -1, vocabulary)])
     hidden = padded_forward(encoder, both, Segments.of([length, length], both.device), pad_id=0).float()
     return bool((hidden[0] - hidden[length]).abs().max() > 1e-6 * hidden[0].abs().max())

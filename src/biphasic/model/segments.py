@@ -119,6 +119,13 @@ class Segments:
         return DenseGroups.of(self.lengths, self.cu_seqlens.device)
 
 
+def run_lengths(segment_ids: Tensor) -> list[list[int]]:
+    """Return the lengths of each row's segments in order, from their ids, [rows, length]; padding is a segment."""
+    ends = torch.ones_like(segment_ids, dtype=torch.bool)
+    ends[:, :-1] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return [torch.diff(row.nonzero()[:, 0] + 1, prepend=torch.tensor([0])).tolist() for row in ends.cpu()]
+
+
 def rounded_count(segments: int) -> int:
     """Round up to a multiple of 8 with three significant bits, because cuDNN prepares a plan for each number."""
     step = max(1 << max(segments.bit_length() - 3, 0), 8)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from biphasic.model.segments import Segments, rounded_count
+from biphasic.model.segments import Segments, rounded_count, run_lengths
 from biphasic.objectives.mlm import row_hashes
 from biphasic.objectives.objective import Objective
 
@@ -118,15 +118,8 @@ def complete(batch: Any) -> Batch:
         "input_ids": tokens,
         "segment_ids": segment_ids,
         "row_ids": row_hashes(tokens) if row_ids is None else row_ids,
-        "lengths": _runs(segment_ids) if lengths is None else lengths,
+        "lengths": run_lengths(segment_ids) if lengths is None else lengths,
     }
-
-
-def _runs(segment_ids: Tensor) -> list[list[int]]:
-    """Return the lengths of each row's segments in order. Padding is a segment, wherever it stands."""
-    ends = torch.ones_like(segment_ids, dtype=torch.bool)
-    ends[:, :-1] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return [torch.diff(row.nonzero()[:, 0] + 1, prepend=torch.tensor([0])).tolist() for row in ends.cpu()]
 
 
 def segment_lengths(batch: Mapping[str, Any]) -> list[int]:

@@ -103,7 +103,7 @@ class ObjectiveSwitch(Algorithm):
             span = self.span(state, self.last_batch)
             self._on_phase(span.index)
             label = str(state.dataloader_label)
-            objective: Objective = self.validation[label] if label in self.validation else span.phase
+            objective = self.validation.get(label) or span.phase
             rows = state.device.batch_to_device(complete(state.batch))
             state.batch = self.prepare(rows, objective, None, 0, lambda: span.share(self.last_batch))
         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from biphasic.conversion.packing import (
+from biphasic.data.packing import (
     DocumentPacker,
     Row,
     StreamCutter,

@@ -10,10 +10,14 @@ import hashlib
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Tokens = NDArray[np.uint16 | np.uint32]
 
@@ -175,6 +179,28 @@ def cut_position(seed: int, row: int, sequence_length: int, shortest: int) -> in
     # numpy guarantees stable output for SeedSequence, but not for a Generator's distributions.
     word = int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0])
     return shortest + (word * (sequence_length - 2 * shortest + 1) >> 64)
+
+
+def pack(
+    documents: Iterable[Sequence[int]], length: int, *, pad_id: int = 0, window: int = 1024
+) -> list[dict[str, Tensor]]:
+    """Pack documents into rows of `length` tokens, each document a segment, with best fit among `window` documents.
+
+    A longer document is cut into full rows and a rest. Returns for each row `input_ids` int64 [length], with `pad_id` after
+    the last segment, and `segment_ids` int64 [length]: 1 for its first segment, 2 for the second, …; 0 at padding.
+    """
+    import torch
+
+    packer, rows = DocumentPacker(length, window), list[Row]()
+    for document in documents:
+        rows += packer.add(np.asarray(document, dtype=np.uint32))
+    packed = list[dict[str, Tensor]]()
+    for row in [*rows, *packer.finish()]:
+        segment_ids = np.zeros(length, dtype=np.int64)
+        segment_ids[: len(row.tokens)] = np.repeat(np.arange(1, len(row.lengths) + 1), row.lengths)
+        tokens = padded(row, length, pad_id)["tokens"].astype(np.int64)
+        packed.append({"input_ids": torch.from_numpy(tokens), "segment_ids": torch.from_numpy(segment_ids)})
+    return packed
 
 
 def _row(pieces: list[Tokens]) -> Row:
