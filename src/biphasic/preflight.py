@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.checkpointing.start_rules import plan_start
-from biphasic.config.data import StreamConfig, read_conversions
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.unpacking import opened_splits
+from biphasic.data.streams import RowStream, opened_streams, read_conversions
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
@@ -102,7 +101,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     from composer.utils import dist
 
     from biphasic.checkpointing.node_folders import require_node_folders
-    from biphasic.checkpointing.stopping import ProcessGroup
+    from biphasic.checkpointing.stopping import RankGroup
 
     require_usable_gpus()  # before ranks of GPUs wait for one of CPUs
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
@@ -131,7 +130,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
                 facts["unavailable"] += isinstance(error, Unavailable)
     if isinstance(config, PretrainConfig):
         try:
-            require_node_folders(config, ProcessGroup())
+            require_node_folders(config.checkpoint_destination, config.splits, RankGroup())
         except UserError as error:  # the same one on all ranks
             facts["faults"] += [str(error)] if dist.get_global_rank() == 0 else []
     return facts
@@ -261,7 +260,7 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     """
     needs = []
     limit = config.data.cache_limit
-    opened = opened_splits(config)[0]
+    opened = opened_streams(config.splits)[0]
     datasets = [{key: opened[key] for key in each.streams} for each in sources(config.inputs)]
     datasets.append({key: stream for key, stream in opened.items() if key == "data.validation"})
     for dataset in datasets:
@@ -271,7 +270,7 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
         share = 1.0 if limit is None else min(1.0, limit / max(sum(known.values()), 1))
         needs += [(folder, round(size * share)) for folder, size in known.items()]
     remote = is_remote(config.checkpoint_destination)
-    checkpoints = plan(config, ranks, start=None if remote else plan_start(config)).details["checkpoints"]
+    checkpoints = plan(config, ranks, start=None if remote else ResumeGuard(config).plan_start()).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
         most = 2 if remote else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))
@@ -279,7 +278,7 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     return [(folder, max(0, size - stored[folder])) for folder, size in needs]
 
 
-def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
+def _cache_bytes(stream: RowStream, limit: int | None) -> int | None:
     """Return the size to which a stream's cache grows; None if neither a limit nor the dataset's size is known."""
     from biphasic.data.mds_reader import INDEX
 
@@ -306,4 +305,4 @@ def _data(config: PretrainConfig) -> str:
         raise UserError("\n".join(problems))
     splits = len(config.splits)
     line = f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"
-    return "; ".join([line, *opened_splits(config)[1]])
+    return "; ".join([line, *opened_streams(config.splits)[1]])

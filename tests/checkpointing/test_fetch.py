@@ -15,11 +15,12 @@ from biphasic.checkpointing.fetch import (
 )
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.open_run import Run
-from biphasic.checkpointing.start_rules import plan_start
-from biphasic.checkpointing.stopping import ProcessGroup
+from biphasic.checkpointing.start_rules import ResumeGuard
+from biphasic.checkpointing.stopping import RankGroup
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
+from biphasic.training.recipe import run_settings
 from conftest import MakeBucket, Write
 from helpers.buckets import bucket_for, client, flip_a_bit, upload
 from helpers.tiny import config_of
@@ -43,8 +44,9 @@ def write_checkpoint(folder: Path, batch: int, config: PretrainConfig, *, comple
     return manifest
 
 
-def resume_point(config: PretrainConfig) -> Manifest | None:
-    return find_resume_point(config, ProcessGroup())
+def resume_point(config: PretrainConfig, ranks: Any = None) -> Manifest | None:
+    guard, ranks = ResumeGuard(config), ranks or RankGroup()
+    return find_resume_point(config.checkpoint_destination, config.local_checkpoints, guard, ranks)
 
 
 def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None:
@@ -82,8 +84,10 @@ def test_a_run_resumes_from_a_bucket(store: MakeBucket, write_yaml: Write) -> No
     # What an earlier start has downloaded to another node is no longer needed.
     old = folder / "ba4-rank0.pt"
     old.touch()
-    node: Any = SimpleNamespace(rank=8, once_per_machine=lambda action: action(), on_first_rank=lambda action: action())
-    assert find_resume_point(config, node) == pending and not old.exists()
+    node: Any = SimpleNamespace(
+        rank=8, is_first=False, once_per_machine=lambda action: action(), on_first_rank=lambda action: action()
+    )
+    assert resume_point(config, node) == pending and not old.exists()
     missing = f"{address.partition('://')[0]}://there-is-no-such-bucket/run"
     with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be used \(.+\)$"):
         resume_point(config_of(write_yaml(checkpoint__folder=missing)))
@@ -100,7 +104,7 @@ def test_a_run_that_moves_to_a_bucket_takes_its_checkpoints_along(s3: Path, writ
     with pytest.raises(UserError) as refused:
         resume_point(config)
     assert str(refused.value).startswith(message)
-    start = plan_start(config)
+    start = ResumeGuard(config).plan_start()
     assert start.refused and (start.problem or "").startswith(message)
     upload(folder, bucket, "run")
     assert resume_point(config) == second
@@ -123,7 +127,9 @@ def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Wri
         config = config_of(
             write_yaml("branch", max_duration="30ba", objective__phases=phases, schedule={}, start_from=str(start_from))
         )
-        place, _, path = fetch_branch_point(str(start_from), config, ProcessGroup())
+        place, _, path = fetch_branch_point(
+            str(start_from), config.run_folder / "from", ResumeGuard(config), RankGroup()
+        )
         return place, path.removeprefix(str(config.run_folder))
 
     local = str(folder / "ba8-rank0.pt")
@@ -142,7 +148,7 @@ def test_initial_weights_come_from_a_folder_or_a_bucket(s3: Path, write_yaml: Wr
     config = config_of(write_yaml("made"))
     write_checkpoint(config.local_checkpoints, 4, config)
     address = upload(config.local_checkpoints, bucket_for(s3, "initial"), "made")
-    run = Run(config)
+    run = Run(run_settings(config), ResumeGuard(config))
     assert run.fetch_initial_weights("org/model") == "org/model"
     assert run.fetch_initial_weights(str(config.local_checkpoints)) == str(config.local_checkpoints / "ba4-rank0.pt")
     assert run.fetch_initial_weights(address) == str(config.run_folder / "init" / "ba4-rank0.pt")

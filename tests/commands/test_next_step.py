@@ -131,11 +131,11 @@ def test_options_of_plans_start_no_job(option: list[str], capsys: pytest.Capture
 def test_a_plan_shows_the_errors_of_its_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(config: PretrainConfig) -> None:
+    def refuse(checked: object) -> None:
         raise PermissionError(13, "Permission denied", "/data/a")
 
-    monkeypatch.setattr("biphasic.data.conversion_checks.check_rows", refuse)
-    monkeypatch.setattr("biphasic.checkpointing.start_rules.plan_start", refuse)
+    monkeypatch.setattr("biphasic.config.conversion_checks.check_rows", refuse)
+    monkeypatch.setattr("biphasic.checkpointing.start_rules.ResumeGuard.plan_start", refuse)
     assert job.main(["yamls/quickstart.yaml", "--plan"]) == 2
     printed = capsys.readouterr().out
     for name in ("rows", "start"):

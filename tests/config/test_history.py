@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.history import first_difference
+from biphasic.config.history import compare_histories
 from biphasic.config.load import load
 from biphasic.config.phases import MLMPhase, phase_problems, schedule_problems
 from biphasic.config.pretrain import PretrainConfig
@@ -127,7 +128,8 @@ def batches(config: PretrainConfig, times: list[Time]) -> Iterator[tuple[object,
         objective: tuple[object, ...] = (span.phase.name,)
         if isinstance(span.phase, MLMPhase):
             shares = span.phase.replacement
-            objective += (span.masking_ratio(now), span.phase.target, shares.random, shares.keep)
+            ratio = span.phase.objective.metrics(partial(span.share, now))["objective/masking_ratio"]
+            objective += (ratio, span.phase.target, shares.random, shares.keep)
         previous = span.index
         rate = config.optimizer.lr * learning_rate_factor(config.schedule, config.max_duration, now)
         yield resets, objective, rate
@@ -140,7 +142,7 @@ def parting(first: PretrainConfig, second: PretrainConfig, times: list[Time]) ->
 
 def require_safety(first: PretrainConfig, second: PretrainConfig, times: list[Time]) -> None:
     """No batch is called equal that differs, whatever the batches' tokens and epochs are."""
-    difference, actual = first_difference(first, second), parting(first, second, times)
+    difference, actual = compare_histories(first, second), parting(first, second, times)
     if difference is None:
         assert actual is None
     elif actual is not None:
@@ -190,7 +192,7 @@ def test_a_difference_that_another_unit_may_bring_forward() -> None:
     phases = ([{**CLM, "until": until}, MLM] for until in ("2ba", "1ep"))
     batches, epochs = (config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases)
     for first, second in ((batches, epochs), (epochs, batches)):
-        difference = first_difference(first, second)
+        difference = compare_histories(first, second)
         assert difference is not None and difference.batch == 1
         assert {str(time) for time in difference.times} == {"2ba", "1ep"}
 
@@ -204,7 +206,7 @@ def test_a_later_phase_may_begin_first() -> None:
 
 def difference(*overrides: str, allowed: tuple[str, ...] = ()) -> tuple[int, str, str, str] | None:
     """The first difference between the quickstart and the quickstart with overrides."""
-    parting = first_difference(quickstart(), quickstart(*overrides), allowed)
+    parting = compare_histories(quickstart(), quickstart(*overrides), allowed)
     return None if parting is None else (parting.batch, parting.key, parting.first, parting.second)
 
 
@@ -222,7 +224,7 @@ def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:
 
 def test_the_cache_of_phases_may_be_deleted_from_some_restart_on() -> None:
     phases = "objective.phases.1.data={train: {local: other, remote: s3://bucket/other}}"
-    assert first_difference(quickstart(phases), quickstart(phases, "data.drop_cache=true")) is None
+    assert compare_histories(quickstart(phases), quickstart(phases, "data.drop_cache=true")) is None
 
 
 @pytest.mark.parametrize(
@@ -258,8 +260,8 @@ def test_the_first_batch_and_the_key_are_named(override: str, batch: int, key: s
 def test_only_shares_make_another_length_a_difference() -> None:
     absolute = ("objective.phases.0.until=180ba", "schedule.warmup=18ba", "schedule.decay=0ba")
     longer = (*absolute, "max_duration=500ba")
-    assert first_difference(quickstart(*absolute), quickstart(*longer)) is None
-    parting = first_difference(quickstart(*absolute), quickstart(*longer, "objective.phases.0.until=0.5dur"))
+    assert compare_histories(quickstart(*absolute), quickstart(*longer)) is None
+    parting = compare_histories(quickstart(*absolute), quickstart(*longer, "objective.phases.0.until=0.5dur"))
     assert parting is not None and (parting.batch, parting.second) == (180, "250ba (0.5dur of 500ba)")
 
 
@@ -281,7 +283,7 @@ def test_long_runs_are_compared_quickly() -> None:
     ]
     start = time.process_time()
     for first, second in pairs_of_runs * 5:
-        first_difference(first, second)
+        compare_histories(first, second)
     assert (time.process_time() - start) / (5 * len(pairs_of_runs)) < 0.02
 
 
@@ -321,20 +323,20 @@ def test_two_objectives_part_by_hand(
     end: str, first: list[Any], second: list[Any], expected: tuple[Any, ...] | None
 ) -> None:
     runs = [config_of({"max_duration": end, "objective": {"phases": phases}}) for phases in (first, second)]
-    parting = first_difference(*runs)
+    parting = compare_histories(*runs)
     if expected is None:
         assert parting is None
         return
     assert parting is not None
     assert (parting.batch, parting.key, parting.first, parting.second) == expected
-    assert first_difference(*runs, ["objective"]) is None
-    other = first_difference(*runs, [parting.key])
+    assert compare_histories(*runs, ["objective"]) is None
+    other = compare_histories(*runs, [parting.key])
     assert other is None or other.key != parting.key
 
 
 def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:
     phases = [[{**CLM, "until": until}, MLM] for until in ("4ba", "18tok")]
-    parting = first_difference(*(config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases))
+    parting = compare_histories(*(config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases))
     assert parting is not None
     last = [TrainingProgress(3, 6, 17, 0), TrainingProgress(4, 8, 17, 0), TrainingProgress(3, 6, 18, 0)]
     assert [parting.is_past(batch) for batch in last] == [False, True, True]
@@ -355,6 +357,6 @@ def test_each_key_of_a_phase_is_compared(key: str) -> None:
     if key == "name":
         changed[1] = {"name": "clm", "until": "8ba"}
     first, second = (config_of({"max_duration": "20ba", "objective": {"phases": value}}) for value in (phases, changed))
-    difference = first_difference(first, second)
+    difference = compare_histories(first, second)
     assert difference is not None and difference.batch == (8 if key == "until" else 4)
     assert difference.key.startswith(f"objective.phases.1.{key}")

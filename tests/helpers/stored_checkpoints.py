@@ -47,13 +47,14 @@ def record_of(model: LanguageModel, tokenizer: Path, batch: int, data: Mapping[s
         "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         "schedule": {"warmup": "1ba", "decay": "1ba", "decay_shape": "linear", "final_lr": 0.0},
     }
+    objective = {"name": "mlm", "words": "masked language modeling", "causal": False}
     return {
         "config": yaml.safe_dump(config),
         "backbone": json.dumps({**model.config.to_diff_dict(), "model_type": model.config.model_type}),
         "command": "main.py run.yaml",
         "versions": {},
         "hardware": "none",
-        "phases": [{"name": "mlm", "batches": batch, "tokens": batch * 256}],
+        "phases": [{**objective, "batches": batch, "tokens": batch * 256}],
         "losses": {},
         "data": dict(data),
         **{"ranks": 1, "batches": batch, "rows": 8 * batch, "tokens": 256 * batch, "epochs": 0, "seconds": 1.0},

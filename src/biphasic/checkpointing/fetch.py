@@ -17,30 +17,23 @@ from biphasic.checkpointing.manifest import (
     read_manifest,
 )
 from biphasic.checkpointing.run_lock import LOCK_FILE
-from biphasic.checkpointing.start_rules import (
-    batch_in_path,
-    checkpoint_folder,
-    find_branch_point,
-    own_checkpoints,
-)
+from biphasic.checkpointing.start_rules import ResumeGuard, batch_in_path, checkpoint_folder
 from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import first_line
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import is_remote, join, open_store, user_errors
 
 if TYPE_CHECKING:
-    from biphasic.checkpointing.stopping import ProcessGroup
+    from biphasic.checkpointing.stopping import RankGroup
 
 
-def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest | None:
-    """Find the newest complete checkpoint of a run, and download it to every node's `config.local_checkpoints`.
+def find_resume_point(destination: str, local_folder: Path, guard: ResumeGuard, ranks: RankGroup) -> Manifest | None:
+    """Find the newest complete checkpoint of a run, and download it to every node's `local_folder`.
 
     Pending uploads of earlier attempts on any node are completed first. Other runs' checkpoints are skipped. Returns
     None if there is none. Raises a UserError if the destination can't be read from every node, holds only other runs'
     checkpoints, or is a bucket that lacks some that the run saved to the local folder before.
     """
-    destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     place = f"checkpoint.folder {destination}"
 
     def upload() -> None:
@@ -61,12 +54,12 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
             entries = folder.list()
             if write_missing_manifests(folder, entries):
                 entries = folder.list()
-            return newest_complete(folder, local_folder, own_checkpoints(newest_first(folder, entries), config))
+            return newest_complete(folder, local_folder, guard.own_checkpoints(newest_first(folder, entries)))
 
     manifest = ranks.on_first_rank(find)
 
     def download() -> None:
-        if manifest is not None and ranks.rank > 0:
+        if manifest is not None and not ranks.is_first:
             advice = "" if is_remote(destination) else "; with several machines, all of them have to see this folder"
             with user_errors(f"{place}: rank {ranks.rank} can't get {manifest.path}{advice}", ValueError):
                 download_files(manifest, open_store(destination), local_folder)
@@ -79,14 +72,14 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     return manifest
 
 
-def fetch_branch_point(path: str, config: PretrainConfig, ranks: ProcessGroup) -> tuple[str, Manifest, str]:
+def fetch_branch_point(path: str, downloads: Path, guard: ResumeGuard, ranks: RankGroup) -> tuple[str, Manifest, str]:
     """Find the checkpoint that `start_from` (`path`) leads to. Return its path or URL, its manifest and its local path.
 
-    It is used in place if it is local. One in a bucket is downloaded to `from` in the run's folder while all ranks wait.
+    It is used in place if it is local. One in a bucket is downloaded to `downloads` while all ranks wait.
     Raises a UserError if there is no complete checkpoint whose past is this run's own, or if it is damaged.
     """
-    folder, manifest = ranks.on_first_rank(lambda: find_branch_point(path, config))
-    place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
+    folder, manifest = ranks.on_first_rank(lambda: guard.find_branch_point(path))
+    place, local_folder = join(folder, manifest.path), downloads if is_remote(folder) else Path(folder)
 
     def download() -> None:
         with _explained(place):

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from composer.utils import dist
-
-from biphasic.checkpointing.stopping import ProcessGroup
-from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.unpacking import opened_splits
+from biphasic.checkpointing.stopping import RankGroup
+from biphasic.data.streams import RowStream, opened_streams
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, is_remote, user_errors
 
@@ -22,24 +19,23 @@ _SHARED_SECONDS, _OWN_SECONDS = 60.0, 2.0
 """How long nodes look for a file of rank 0, in a folder that has to be shared and in those that must not be."""
 
 
-def require_node_folders(config: PretrainConfig, ranks: ProcessGroup) -> None:
+def require_node_folders(destination: str, streams: Mapping[str, RowStream], ranks: RankGroup) -> None:
     """Check that all nodes see a local `checkpoint.folder`, and that none sees the caches of rank 0's node.
 
-    Rank 0 would wait forever for files on other nodes' disks, and nodes would delete each other's shards. Raises a
-    UserError on all ranks.
+    Rank 0 would wait forever for files on other nodes' disks, and nodes would delete each other's shards. `streams`
+    are those that the run reads, by key. Raises a UserError on all ranks.
     """
-    if ranks.size == dist.get_local_world_size():
+    if ranks.size == len(ranks.local_ranks):
         return
-    destination = config.checkpoint_destination
     if not is_remote(destination):
-        folders = {"checkpoint.folder": config.local_checkpoints}
+        folders = {"checkpoint.folder": Path(destination)}
         for node, seen in _seen_by_nodes(folders, ranks, _SHARED_SECONDS).items():
             if not seen:
                 raise UserError(
                     f"checkpoint.folder {destination}: {node} doesn't see the files of node 0 there: with several "
                     "machines, give a bucket or a folder that all of them see"
                 )
-    caches = {key: Path(stream.local) for key, stream in opened_splits(config)[0].items() if stream.remote is not None}
+    caches = {key: Path(each.local) for key, each in opened_streams(streams)[0].items() if each.remote is not None}
     for node, seen in _seen_by_nodes(caches, ranks, _OWN_SECONDS).items():
         if seen:
             raise UserError(
@@ -48,7 +44,7 @@ def require_node_folders(config: PretrainConfig, ranks: ProcessGroup) -> None:
             )
 
 
-def _seen_by_nodes(folders: Mapping[str, Path], ranks: ProcessGroup, seconds: float) -> dict[str, list[str]]:
+def _seen_by_nodes(folders: Mapping[str, Path], ranks: RankGroup, seconds: float) -> dict[str, list[str]]:
     """Return the keys of the folders, by the name of each other node, in which it sees a file that rank 0 writes there."""
     if not folders:
         return {}
@@ -63,12 +59,12 @@ def _seen_by_nodes(folders: Mapping[str, Path], ranks: ProcessGroup, seconds: fl
 
     ranks.on_first_rank(write)
     answer = None
-    if ranks.local_rank == 0 and ranks.rank > 0:
+    if ranks.local_rank == 0 and not ranks.is_first:
         end = time.monotonic() + seconds
         seen = [key for key, folder in folders.items() if _appears((folder / name).absolute(), end)]
-        answer = f"node {dist.get_node_rank()} ({socket.gethostname()})", seen
+        answer = f"node {ranks.node} ({socket.gethostname()})", seen
     answers = ranks.all_gather(answer)
-    if ranks.rank == 0:
+    if ranks.is_first:
         for folder in folders.values():
             with suppress(OSError):
                 (folder / name).unlink()

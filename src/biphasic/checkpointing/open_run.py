@@ -21,22 +21,13 @@ from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, 
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.node_folders import require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
-from biphasic.checkpointing.save import Saver
+from biphasic.checkpointing.save import RunSettings, Saver
 from biphasic.checkpointing.schedule import progress_after_batch
-from biphasic.checkpointing.start_rules import (
-    overridden_keys,
-    require_same_config,
-    require_same_data,
-    require_same_past,
-    require_same_rows,
-)
-from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+from biphasic.checkpointing.start_rules import ResumeGuard, require_rows_of_node_0
+from biphasic.checkpointing.stopping import RankGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
-from biphasic.config.data import StreamConfig
-from biphasic.config.load import dump
-from biphasic.config.plan import branch_points
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
+from biphasic.data.streams import RowStream
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.model.checkpoint import require_safe_checkpoint
@@ -58,28 +49,28 @@ class Run:
         webhook: where the run's events are reported, on rank 0.
     """
 
-    def __init__(self, config: PretrainConfig):
-        self._config = config
+    def __init__(self, settings: RunSettings, guard: ResumeGuard):
+        self._settings, self._guard = settings, guard
         self._opened = time.monotonic()
-        self._lock, self._ranks = RunLock(config.checkpoint_destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
+        self._lock, self._ranks = RunLock(settings.destination), RankGroup(_DOWNLOAD_TIMEOUT)
         self._stopping = StopCoordinator()
         self._stopping.install_handlers()
         self._resume: Manifest | None = None
         self._branch_point: tuple[str, Manifest] | None = None
         self._crash_file: CrashFile | None = None
-        self._recorded: dict[str, Any] = {"name": config.run_name, "indexes": {}, "overridden": []}
+        self._recorded: dict[str, Any] = {"name": settings.name, "indexes": {}, "overridden": []}
         """The entries of manifests that are the same for each checkpoint."""
         self._trainer: Trainer | None = None
         self._has_trained = False
-        self.webhook = Webhook(config.webhook if self._ranks.rank == 0 else None, config.run_name)
+        self.webhook = Webhook(settings.webhook if self._ranks.is_first else None, settings.name)
         self.checkpoint: str | None = None
         self.callbacks: list[Callback] = []
 
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
-        config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
-        ranks.on_all_ranks(partial(require_same_config, ranks.broadcast(config), config, dist.get_node_rank()))
-        require_node_folders(config, ranks)
+        settings, guard, ranks, crashes = self._settings, self._guard, self._ranks, self._settings.folder / "crashes"
+        ranks.on_all_ranks(partial(guard.require_config_of_node_0, ranks.broadcast(guard), ranks.node))
+        require_node_folders(settings.destination, settings.streams, ranks)
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
@@ -90,21 +81,18 @@ class Run:
         lines = list(dict.fromkeys(line for node in ranks.all_gather(lines) for line in node))
         if lines:
             self._lock.explain_killed(", ".join(lines))
-        self._resume = find_resume_point(config, ranks)
+        self._resume = find_resume_point(settings.destination, settings.local_checkpoints, guard, ranks)
         self._lock.record_start(*((self._resume.batch, self._resume.run["tokens"]) if self._resume else (0, 0)))
         self._crash_file = CrashFile(crashes, attempt, ranks.rank)
         self.checkpoint = self._starting_checkpoint()
         # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
-        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(config.model_dump(mode="json"))}
-        config.local_checkpoints.mkdir(parents=True, exist_ok=True)
+        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(guard.recorded)}
+        settings.local_checkpoints.mkdir(parents=True, exist_ok=True)
         ranks.once_per_machine(self._remove_unfinished)
-        first = ranks.rank - ranks.local_rank
-        local_ranks = range(first, first + dist.get_local_world_size())
-        destination, keep = config.checkpoint_destination, config.checkpoint.keep
+        places, points = (settings.local_checkpoints, settings.destination), settings.branch_points
         resumed = self._resume.batch if self._resume is not None else 0
-        points = branch_points(config)
-        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks, resumed, points)
-        self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
+        uploader = Uploader(*places, settings.keep, ranks.rank, ranks.local_ranks, resumed, points)
+        self._saver = Saver(settings, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
         if self._resume is None:
@@ -117,9 +105,8 @@ class Run:
         if event != "finished" or self._has_trained:
             batch = None if self._trainer is None else int(self._trainer.state.timestamp.batch)
             # First, because closing the loggers may take long, and a failing job has limited time.
-            self.webhook.send(
-                event, f"trained to {self._config.max_duration}" if event == "finished" else reason, batch
-            )
+            message = f"trained to {self._settings.max_duration}" if event == "finished" else reason
+            self.webhook.send(event, message, batch)
         if self._trainer is not None:
             # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
             self._trainer.engine.close()
@@ -137,24 +124,23 @@ class Run:
     @property
     def id(self) -> str | None:
         """Name of the run's first attempt, by which W&B and MLflow recognize a run that resumes; None if it isn't needed."""
-        logging, destination = self._config.logging, self._config.checkpoint_destination
-        if self._ranks.rank or (logging.wandb is None and logging.mlflow is None):
+        if not (self._ranks.is_first and self._settings.has_tracker):
             return None
-        with user_errors(f"checkpoint.folder {destination}: can't be read"):
-            return Path(min(open_store(destination).list(ATTEMPTS))).stem
+        with user_errors(f"checkpoint.folder {self._settings.destination}: can't be read"):
+            return Path(min(open_store(self._settings.destination).list(ATTEMPTS))).stem
 
     def say(self, text: str) -> None:
         """Print a line, with the run's name, on rank 0."""
-        if self._ranks.rank == 0:
-            print(f"{self._config.run_name}: {text}", flush=True)
+        if self._ranks.is_first:
+            print(f"{self._settings.name}: {text}", flush=True)
 
     def fetch_initial_weights(self, path: str) -> str:
         """Return the local path of `model.init_from`, after downloading it if it is in a bucket."""
-        local_paths, folder = list[str](), self._config.run_folder / "init"
+        local_paths, folder = list[str](), self._settings.folder / "init"
         self._ranks.once_per_machine(lambda: local_paths.append(local_checkpoint(path, folder)))
         return self._ranks.broadcast(local_paths[0] if local_paths else None)
 
-    def check_later_data(self, streams: Iterable[StreamConfig]) -> None:
+    def check_later_data(self, streams: Iterable[RowStream]) -> None:
         """Check all shards of data that later phases read, so that the run doesn't stop there. Raises a UserError."""
         self._ranks.on_first_rank(lambda: [require_shards(stream) for stream in streams])
 
@@ -163,24 +149,24 @@ class Run:
 
         `indexes` holds the hash of each training stream's index, by key. Raises a UserError if rows or configuration differ.
         """
-        ranks = self._ranks
-        ranks.on_all_ranks(partial(require_same_rows, ranks.broadcast(indexes), indexes, dist.get_node_rank()))
+        ranks, guard = self._ranks, self._guard
+        ranks.on_all_ranks(partial(require_rows_of_node_0, ranks.broadcast(indexes), indexes, ranks.node))
         self._recorded["indexes"] = indexes
         if self._resume is not None:
-            require_same_past(self._resume, self._config, indexes)
-            self._recorded["overridden"] = overridden_keys(self._resume, self._config, indexes)
+            guard.require_same_past(self._resume, indexes)
+            self._recorded["overridden"] = guard.overridden_keys(self._resume, indexes)
             self._write_config()
         elif self._branch_point is not None:
-            require_same_data(*self._branch_point, self._config, indexes)
+            guard.require_rows_of_branch_point(*self._branch_point, indexes)
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end of the run. If it was stopped before or within a validation, validate first."""
-        self._trainer, config, resume = trainer, self._config, self._resume
-        batch, end = int(trainer.state.timestamp.batch), config.max_duration
+        self._trainer, resume = trainer, self._resume
+        batch, end = int(trainer.state.timestamp.batch), self._settings.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
         origin = f"starting at batch {batch:,} {length}"
         is_over = progress_after_batch(trainer.state).reached(end)
-        repeats = resume is not None and "-validating" in resume.path and config.data.validation is not None
+        repeats = resume is not None and "-validating" in resume.path and self._settings.validation_interval is not None
         if resume is not None:
             origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}"
         self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
@@ -202,20 +188,20 @@ class Run:
 
     def _remove_unfinished(self) -> None:
         """Remove what a save left that was killed. No other process writes checkpoints while this one holds the lock."""
-        for path in self._config.local_checkpoints.glob(f"{UNFINISHED_PREFIX}*-ba*"):
+        for path in self._settings.local_checkpoints.glob(f"{UNFINISHED_PREFIX}*-ba*"):
             with suppress(OSError):
                 path.unlink()
 
     def _write_config(self) -> None:
-        if self._ranks.rank == 0:
-            open_store(str(self._config.run_folder)).write("config.yaml", dump(self._config).encode())
+        if self._ranks.is_first:
+            open_store(str(self._settings.folder)).write("config.yaml", self._guard.yaml.encode())
 
     def _starting_checkpoint(self) -> str | None:
-        config, resume = self._config, self._resume
-        if resume is not None:
-            path = str(config.local_checkpoints / resume.path)
-        elif config.start_from is not None:
-            place, manifest, path = fetch_branch_point(config.start_from, config, self._ranks)
+        settings, guard, ranks = self._settings, self._guard, self._ranks
+        if self._resume is not None:
+            path = str(settings.local_checkpoints / self._resume.path)
+        elif settings.start_from is not None:
+            place, manifest, path = fetch_branch_point(settings.start_from, settings.folder / "from", guard, ranks)
             self._branch_point = place, manifest
             self._lock.record_start(manifest.batch, manifest.run["tokens"])
             self.say(f"starts from batch {manifest.batch}, {place}")
@@ -240,20 +226,20 @@ class Run:
 
 
 @contextmanager
-def open_run(config: PretrainConfig) -> Iterator[Run]:
+def open_run(settings: RunSettings, guard: ResumeGuard) -> Iterator[Run]:
     """Open a run. On leaving the block, close it, release its lock and record why the attempt ended.
 
     Raises a UserError if the machine can't compute in the run's precision, another run holds the lock, or the
     checkpoint is missing, doesn't match or, in the block, can't be loaded.
     """
-    require_precision(config.precision)
-    if config.compute.deterministic:
+    require_precision(settings.precision)
+    if settings.deterministic:
         reproducibility.configure_deterministic_mode()  # before CUDA is initialized
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    run = Run(config)
+    run = Run(settings, guard)
     with close_on_fault(run.close):
         run.start()
-        reproducibility.seed_all(config.seed)
+        reproducibility.seed_all(settings.seed)
         try:
             yield run
         except CheckpointException as error:  # a BaseException, of loading alone: `Saver` catches its own
@@ -264,7 +250,7 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise
             cause = " ".join(str(error).split())
-            source = run.checkpoint or config.model.init_from
+            source = run.checkpoint or settings.init_from
             raise UserError(f"checkpoint {source}: can't be loaded ({cause:.300})") from None
     run.close("finished")
 

@@ -6,9 +6,9 @@ import copy
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist, reproducibility
+from composer.utils import reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.checkpointing.schedule import interval_schedule, progress_after_batch, validation_schedule
-from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, ProcessGroup, StopCoordinator
+from biphasic.checkpointing.schedule import interval_schedule, progress_after_batch
+from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, RankGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
-from biphasic.config.plan import branch_points
-from biphasic.config.pretrain import PretrainConfig
-from biphasic.durations import TrainingProgress
+from biphasic.data.streams import RowStream
+from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import Preempted, Unavailable, UserError, first_line
 from biphasic.storage import atomic_path, file_hash, open_store
 
@@ -41,6 +40,36 @@ _SMALLEST_PINNED = 1 << 20
 """Bytes from which pinning makes a copy faster."""
 _QUIET_SECONDS = 5.0
 """Seconds that the last upload before a stop may take without a message."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What `Run` and `Saver` use of a run's configuration, besides what `ResumeGuard` compares.
+
+    `folder` is the run's own. Checkpoints are saved to `destination`, a folder or bucket prefix, from `local_checkpoints`,
+    which is the same folder if it is local: every `interval`, of which the newest `keep` remain (negative: all), and at
+    `branch_points`, where other runs may start. `validation_interval` is None if the run doesn't validate. `start_from` and
+    `init_from` are the places of another run's checkpoints and of the initial weights. `streams` are all that the run
+    reads, by key. With `has_tracker`, W&B or MLflow asks for `Run.id`.
+    """
+
+    name: str
+    folder: Path
+    destination: str
+    local_checkpoints: Path
+    max_duration: Duration
+    interval: Duration
+    validation_interval: Duration | None
+    keep: int
+    branch_points: tuple[Duration, ...]
+    start_from: str | None
+    init_from: str | None
+    streams: Mapping[str, RowStream]
+    has_tracker: bool
+    webhook: str | None
+    precision: str
+    deterministic: bool
+    seed: int
 
 
 class ShardWriter(FileSystemWriter):
@@ -128,7 +157,7 @@ class Saver(Callback):
 
     def __init__(
         self,
-        config: PretrainConfig,
+        settings: RunSettings,
         lock: RunLock,
         stopping: StopCoordinator,
         resume: Manifest | None,
@@ -137,11 +166,10 @@ class Saver(Callback):
     ):
         self._lock, self._stopping, self._resume = lock, stopping, resume
         self._uploader, self._describe = uploader, describe
-        self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
-        self._at_interval = interval_schedule(config.checkpoint.interval, config.max_duration)
-        self._validates = validation_schedule(config)
-        self._branch_points = branch_points(config)
-        self._group = ProcessGroup().group
+        self._local_folder, self._destination = settings.local_checkpoints, settings.destination
+        self._at_interval = interval_schedule(settings.interval, settings.max_duration)
+        self._validates = interval_schedule(settings.validation_interval, settings.max_duration)
+        self._branch_points, self._ranks = settings.branch_points, RankGroup()
         # PyTorch's writer synchronizes with the thread's current GPU. By default that is GPU 0, where each rank would
         # create a context of half a gigabyte.
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -249,14 +277,14 @@ class Saver(Callback):
         self._wait_for_writer()
         waited = time.perf_counter() - start
         batch = self._saved_batch = int(state.timestamp.batch)
-        sharded, rank = state.fsdp_sharded_state_dict_enabled, dist.get_global_rank()
+        sharded = state.fsdp_sharded_state_dict_enabled
         content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-        if rank:
+        if not self._ranks.is_first:
             content.pop("rng")
         name = f"ba{batch}-validating" if validating else f"ba{batch}"
         path = f"ep{int(state.timestamp.epoch)}-{name}" if sharded else f"{name}-rank0.pt"
-        run = {**self._describe(state), "kept": kept, "writers": dist.get_world_size() if sharded else 1}
-        if sharded or rank == 0:
+        run = {**self._describe(state), "kept": kept, "writers": self._ranks.size if sharded else 1}
+        if sharded or self._ranks.is_first:
             self._writing = self._writer.submit(self._write, self._buffer.copy(content), Manifest(batch, path, {}, run))
         blocked = time.perf_counter() - start
         logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
@@ -270,7 +298,7 @@ class Saver(Callback):
                 for path in write(content, self._local_folder / manifest.path)
             }
             manifest = replace(manifest, files=files)
-            name = rank_manifest_name(manifest.batch, dist.get_global_rank())
+            name = rank_manifest_name(manifest.batch, self._ranks.rank)
             open_store(str(self._local_folder)).write(name, manifest.to_bytes())
         except (OSError, RuntimeError, CheckpointException) as error:
             cause = first_line(_cause(error))
@@ -291,15 +319,15 @@ class Saver(Callback):
         return [path]
 
     def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:
-        rank = dist.get_global_rank()
         if folder.is_symlink():
             raise OSError(f"{folder} is a link")
-        for old in folder.glob(f"__{rank}_*.distcp"):
+        files = f"__{self._ranks.rank}_*.distcp"
+        for old in folder.glob(files):
             old.unlink()
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._group)
-        shards, index = list(folder.glob(f"__{rank}_*.distcp")), folder / ".metadata"
-        if rank > 0:
+        save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._ranks.group)
+        shards, index = list(folder.glob(files)), folder / ".metadata"
+        if not self._ranks.is_first:
             return shards
         with index.open("rb") as file:
             os.fsync(file.fileno())  # torch 2.11 does so before Python has written all of its buffer

@@ -8,15 +8,17 @@ from typing import Any
 
 from composer.core import State
 
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.durations import Duration, TrainingProgress
 
 
-def interval_schedule(interval: Duration, end: Duration) -> Callable[[State], bool]:
+def interval_schedule(interval: Duration | None, end: Duration) -> Callable[[State], bool]:
     """Return a function of Composer's state: whether an interval, or the run (`end`), has ended with the last batch.
 
-    Composer's own scheduler rounds shares of a run in another way than `--plan`, and takes none if phases' data differ.
+    It is never so without an interval. Composer's own scheduler rounds shares of a run in another way than `--plan`, and
+    takes none if phases' data differ.
     """
+    if interval is None:
+        return lambda state: False
     every = interval.resolve(end)
 
     def is_due(state: State) -> bool:
@@ -27,13 +29,6 @@ def interval_schedule(interval: Duration, end: Duration) -> Callable[[State], bo
         return passed or now.reached(end)
 
     return is_due
-
-
-def validation_schedule(config: PretrainConfig) -> Callable[[State], bool]:
-    """Return a function of Composer's state: whether a validation is due after the last batch."""
-    if config.data.validation is None:
-        return lambda state: False
-    return interval_schedule(config.evaluation.interval or config.max_duration, config.max_duration)
 
 
 def progress_after_batch(state: State) -> TrainingProgress:

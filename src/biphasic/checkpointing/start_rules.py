@@ -5,8 +5,10 @@ Nothing here imports torch, so that `--plan` can say where a run will start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -14,7 +16,8 @@ from pydantic import ValidationError
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
 from biphasic.config.base import flatten, within
-from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
+from biphasic.config.history import Difference, compare_histories, compare_pasts, is_overridden, phase_paths
+from biphasic.config.load import dump
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
@@ -27,6 +30,210 @@ _PATHS = ("local", "remote", "cache", "folder", "tokenizer", "output", "init_fro
 """Keys whose values are paths, which may differ between nodes."""
 
 
+class ResumeGuard:
+    """Compares a run with its checkpoints, with other runs and between nodes, by its configuration.
+
+    Methods raise a UserError if the run must not start. `indexes` holds the hash of each training stream's index, by key.
+    `overrides` are the keys that a restart may change, though they affect batches that are trained.
+    """
+
+    def __init__(self, config: PretrainConfig):
+        self._config = config
+        # The data of phases is compared by the hash of its index, as the run's own is.
+        self.overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The configuration as checkpoints record it."""
+        return self._config.model_dump(mode="json")
+
+    @property
+    def yaml(self) -> str:
+        """The configuration as the run's folder records it."""
+        return dump(self._config)
+
+    def require_config_of_node_0(self, first: ResumeGuard, node: int) -> None:
+        """Check that a node's configuration is that of the first rank, but for paths."""
+        own, advice = dict(flatten(self._config)), "give all nodes the same YAML and overrides"
+        _require_equal(dict(flatten(first._config)), own, node, advice)
+
+    def own_checkpoints(self, checkpoints: Iterable[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
+        """Yield the checkpoints in the run's folder. One of another run has a fault instead of its manifest, and is skipped.
+
+        A checkpoint is another run's if name and configuration both differ: a common past is not enough, because the run
+        would write into the other's folder. After the last one, raises a UserError if there were some of another run.
+        """
+        other = None
+        for checkpoint in checkpoints:
+            if checkpoint.manifest is not None and not self._is_own(checkpoint.manifest):
+                name = checkpoint.manifest.run["name"]
+                other = other or name
+                checkpoint = StoredCheckpoint(checkpoint.batch, None, f"it belongs to another run, {name}")
+            yield checkpoint
+        if other is not None:
+            raise UserError(
+                f"checkpoint.folder {self._config.checkpoint_destination}: holds the checkpoints of another run, {other}: "
+                "choose another folder, or set run_name to that run's name, so that the configurations are compared"
+            )
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        with suppress(UserError):  # its configuration can't be read
+            is_named = manifest.run["name"] == self._config.run_name
+            is_own = is_named or compare_histories(recorded_config(manifest), self._config) is None
+            return is_own and "merged" not in manifest.run  # a mean has no optimizer state
+        return False
+
+    def past_differences(self, manifest: Manifest, overrides: Sequence[str] = ()) -> list[Difference]:
+        """Return how a checkpoint's past differs from the run's, but for `overrides`."""
+        return compare_pasts(recorded_config(manifest), self._config, manifest.last_batch, overrides)
+
+    def require_same_past(self, manifest: Manifest, indexes: Mapping[str, str]) -> None:
+        """Check that the run may resume from its own checkpoint: a restart may change the future, but not the past.
+
+        `checkpoint.resume_overrides` names what may differ. Raises a UserError if something that affects the trained
+        batches has changed, the run would end before the checkpoint, or `checkpoint.autoresume` is false.
+        """
+        config = self._config
+        if not config.checkpoint.autoresume:
+            raise UserError(
+                f"{config.checkpoint_destination} holds checkpoints (the newest: {manifest.path}) and "
+                "checkpoint.autoresume is false: choose another run_name, or remove them"
+            )
+        recorded, trained = recorded_config(manifest), f"{config.run_name}: its checkpoint {manifest.path} was trained"
+        # Phases that all read the same may begin again.
+        has_inputs = any(inputs_differ(one.inputs) for one in (recorded, config))
+        old, new = _phase_index(recorded, manifest.last_batch), _phase_index(config, manifest.progress)
+        if new < old and has_inputs:
+            raise UserError(
+                f"{trained} in phase {old} and would continue in phase {new} here. As phases differ in data or batch size, "
+                "the run's place in the data would be lost, also with checkpoint.resume_overrides: restore the phases and "
+                "their `until`, or choose another run_name"
+            )
+        lines = {
+            difference.key: _describe(difference) for difference in self.past_differences(manifest, self.overrides)
+        }
+        for key, before, now in self._changed_indexes(manifest, indexes):
+            if not is_overridden(key, self.overrides):
+                lines[key] = f"{key}: {before!r} until now, {now!r} here"
+        if lines:
+            # Another batch size would lose the place in the data.
+            allowed = ", ".join(key for key in lines if key != "global_batch_size")
+            raise UserError(
+                f"{trained} with another configuration:\n  "
+                + "\n  ".join(lines.values())
+                + "\nrestore the earlier values, choose another run_name (start_from can use the common part)"
+                + (f", or allow the difference: checkpoint.resume_overrides=[{allowed}]" if allowed else "")
+            )
+        # The place in the data is counted in batches of the phases so far.
+        places = [
+            [(each.source, each.rows) for each in one.inputs[: index + 1 if has_inputs else 1]]
+            for one, index in ((recorded, old), (config, _phase_index(config, manifest.last_batch)))
+        ]
+        if places[0] != places[1]:
+            raise UserError(
+                f"{trained} on batches of other sizes or other data, so the run's place in the data would be lost, also "
+                "with checkpoint.resume_overrides: restore global_batch_size and the phases until now. For another size "
+                "from here on, begin a further phase at this batch, with its own global_batch_size"
+            )
+        if manifest.last_batch.reached(config.max_duration):
+            raise UserError(
+                f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
+                "least that length, or another run_name"
+            )
+
+    def overridden_keys(self, manifest: Manifest, indexes: Mapping[str, str]) -> list[str]:
+        """Return the keys that `checkpoint.resume_overrides` has changed, now or at an earlier restart, if the run resumes.
+
+        The configuration in the checkpoints of such a run isn't that of its whole past.
+        """
+        keys = {difference.key for difference in self.past_differences(manifest, phase_paths(self._config))}
+        changed = (key for key, _, _ in self._changed_indexes(manifest, indexes))
+        return sorted({*manifest.run["overridden"], *keys, *changed})
+
+    def require_rows_of_branch_point(self, path: str, manifest: Manifest, indexes: Mapping[str, str]) -> None:
+        """Check that the index of each training stream is the one that the other run has read."""
+        for key, old, new in self._changed_indexes(manifest, indexes):
+            raise UserError(f"start_from: {path} was trained on other rows: {key} is {old!r} there, {new!r} here")
+
+    def _changed_indexes(self, manifest: Manifest, indexes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+        """Yield the streams that the run has read at the checkpoint and whose indexes differ."""
+        recorded, last_batch = manifest.run["indexes"], manifest.last_batch
+        spans = resolve_phases(self._config.objective.phases, self._config.max_duration)
+        begun = ["data", *(phase_key(span.index) for span in spans if last_batch.reached(span.start))]
+        for key in sorted(recorded.keys() | indexes.keys()):
+            if recorded.get(key) != indexes.get(key) and any(within(key, section) for section in begun):
+                yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
+
+    def find_branch_point(self, path: str) -> tuple[str, Manifest]:
+        """Find the newest complete checkpoint of another run whose past is this run's own past.
+
+        `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it.
+        Returns that folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where
+        the runs differ and which checkpoints there are.
+        """
+        folder, batch = checkpoint_folder(path), batch_in_path(path)
+        end, complete, unusable, difference = self._config.max_duration, list[str](), list[str](), None
+        with user_errors(f"start_from: {path}: can't be read"):
+            for checkpoint in newest_first(open_store(folder)):
+                manifest, name = checkpoint.manifest, f"ba{checkpoint.batch}"
+                if batch is not None and checkpoint.batch != batch:
+                    continue
+                if manifest is None:
+                    unusable.append(f"{name} ({checkpoint.fault})")
+                elif "merged" in manifest.run:
+                    unusable.append(
+                        f"{name} (it is a mean of checkpoints, without optimizer state: use model.init_from)"
+                    )
+                elif keys := ", ".join(manifest.run["overridden"]):
+                    unusable.append(f"{name} (that run changed {keys} when it resumed, with resume_overrides)")
+                else:
+                    differences = self.past_differences(manifest)
+                    if not differences and not manifest.progress.reached(end):
+                        return folder, manifest
+                    complete.append(name)
+                    difference = difference or next(iter(differences), None)
+        if difference is not None:
+            reason = (
+                f"no checkpoint there has the same past as this run: the two differ from batch {difference.batch} on "
+                f"({difference.key} is {difference.first} there, {difference.second} here). Complete checkpoints there: "
+                + _shortened(complete)
+                + (f"; not usable: {_shortened(unusable)}" if unusable else "")
+            )
+        elif complete:
+            reason = f"this run ends ({end}) before or at every checkpoint there: {_shortened(complete)}"
+        elif unusable:
+            reason = f"no usable checkpoint there ({_shortened(unusable)})"
+        else:
+            reason = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
+            reason += "; expected a complete checkpoint"
+        raise UserError(f"start_from: {path}: {reason}")
+
+    def plan_start(self) -> StartPlan:
+        """Return where the run would start, from the manifests alone. Hashes and data are checked when it starts."""
+        config, destination = self._config, self._config.checkpoint_destination
+        try:
+            checkpoints = self.own_checkpoints(newest_first(open_store(destination)))
+            if is_remote(destination):
+                require_moved(config.local_checkpoints, open_store(destination))
+            own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
+            if own is not None:
+                self.require_same_past(own, own.run["indexes"])
+                return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
+        except OSError as error:
+            return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
+        except UserError as error:
+            return StartPlan(problem=str(error), refused=True)
+        try:
+            if config.start_from is not None:
+                folder, manifest = self.find_branch_point(config.start_from)
+                path, name = join(folder, manifest.path), manifest.run["name"]
+                return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
+        except UserError as error:
+            return StartPlan(problem=str(error))
+        weights = "new weights" if config.model.init_from is None else f"the weights of {config.model.init_from}"
+        return StartPlan(0, None, weights)
+
+
 def recorded_config(manifest: Manifest) -> PretrainConfig:
     """Return the configuration that a checkpoint was trained with. Raises a UserError if it can't be read."""
     try:
@@ -37,221 +244,28 @@ def recorded_config(manifest: Manifest) -> PretrainConfig:
         raise UserError(f"{manifest.name}: the run's configuration can't be read ({where}: {fault['msg']})") from None
 
 
-def past_differences(manifest: Manifest, config: PretrainConfig, overrides: Sequence[str] = ()) -> list[Difference]:
-    """Return how a checkpoint's past differs from the beginning of a run: nothing if the run may start from it.
-
-    `overrides` are keys and sections that may differ. Raises a UserError if the checkpoint's configuration can't be read.
-    """
-    recorded = recorded_config(manifest)
-    constants = list(constant_differences(recorded, config, overrides))
-    if constants:
-        return constants
-    difference = first_difference(recorded, config, overrides)
-    return [] if difference is None or not difference.is_past(manifest.last_batch) else [difference]
+def require_rows_of_node_0(first: Mapping[str, str], indexes: Mapping[str, str], node: int) -> None:
+    """Check that a node's datasets are those of the first rank, by the hashes of their indexes. Raises a UserError."""
+    _require_equal(first, indexes, node, "the rows are not the same")
 
 
-def require_same_config(first: PretrainConfig, config: PretrainConfig, node: int) -> None:
-    """Check that a node's configuration is that of the first rank, but for paths. Raises a UserError."""
-    expected, own = dict(flatten(first)), dict(flatten(config))
-    for key in dict.fromkeys([*own, *expected]):
-        here, there = own.get(key, "not given"), expected.get(key, "not given")
+def _require_equal(first: Mapping[str, Any], own: Mapping[str, Any], node: int, advice: str) -> None:
+    for key in dict.fromkeys([*own, *first]):
+        here, there = own.get(key, "not given"), first.get(key, "not given")
         if key.rpartition(".")[2] in _PATHS:
             here, there = here is None, there is None
         if here != there:
-            values = f"{key} is {own.get(key)} there, and {expected.get(key)} on node 0"
-            raise UserError(f"node {node}: {values}: give all nodes the same YAML and overrides")
-
-
-def require_same_rows(first: dict[str, str], indexes: dict[str, str], node: int) -> None:
-    """Check that a node's datasets are those of the first rank, by the hashes of their indexes. Raises a UserError."""
-    for key in dict.fromkeys([*indexes, *first]):
-        if (index := indexes.get(key)) != first.get(key):
-            raise UserError(
-                f"node {node}: {key} is {index} there, and {first.get(key)} on node 0: the rows are not the same"
-            )
-
-
-def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainConfig) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a run's folder. One of another run has a fault instead of its manifest, so it is skipped.
-
-    A checkpoint is another run's if name and configuration both differ. A common past is not enough, because the run
-    would write into the other run's folder. After the last checkpoint, raises a UserError if there were some of another
-    run.
-    """
-    other = None
-    for checkpoint in checkpoints:
-        if checkpoint.manifest is not None and not _is_own(checkpoint.manifest, config):
-            name = checkpoint.manifest.run["name"]
-            other = other or name
-            checkpoint = StoredCheckpoint(checkpoint.batch, None, f"it belongs to another run, {name}")
-        yield checkpoint
-    if other is not None:
-        raise UserError(
-            f"checkpoint.folder {config.checkpoint_destination}: holds the checkpoints of another run, {other}: choose "
-            "another folder, or set run_name to that run's name, so that the configurations are compared"
-        )
-
-
-def _is_own(manifest: Manifest, config: PretrainConfig) -> bool:
-    if "merged" in manifest.run:  # it has no optimizer state
-        return False
-    try:
-        return manifest.run["name"] == config.run_name or first_difference(recorded_config(manifest), config) is None
-    except UserError:
-        return False
-
-
-def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> None:
-    """Check that a run may resume from its own checkpoint: a restart may change the future, but not the past.
-
-    `checkpoint.resume_overrides` names what may differ. `indexes` holds the hash of each training stream's index, by key.
-    Raises a UserError if something that affects the trained batches has changed, the run would end before the checkpoint,
-    or `checkpoint.autoresume` is false.
-    """
-    if not config.checkpoint.autoresume:
-        raise UserError(
-            f"{config.checkpoint_destination} holds checkpoints (the newest: {manifest.path}) and "
-            "checkpoint.autoresume is false: choose another run_name, or remove them"
-        )
-    # The data of phases is compared by the hash of its index, as the run's own is.
-    overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
-    _require_same_phase(manifest, config)
-    lines = {difference.key: _describe(difference) for difference in past_differences(manifest, config, overrides)}
-    for key, old, new in _changed_indexes(manifest, config, indexes):
-        if not is_overridden(key, overrides):
-            lines[key] = f"{key}: {old!r} until now, {new!r} here"
-    if lines:
-        # Another batch size would lose the place in the data (`_require_same_place`).
-        allowed = ", ".join(key for key in lines if key != "global_batch_size")
-        raise UserError(
-            f"{config.run_name}: its checkpoint {manifest.path} was trained with another configuration:\n  "
-            + "\n  ".join(lines.values())
-            + "\nrestore the earlier values, choose another run_name (start_from can use the common part)"
-            + (f", or allow the difference: checkpoint.resume_overrides=[{allowed}]" if allowed else "")
-        )
-    _require_same_place(manifest, config)
-    if manifest.last_batch.reached(config.max_duration):
-        raise UserError(
-            f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
-            "least that length, or another run_name"
-        )
-
-
-def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
-    """Raise a UserError if a phase that has begun would begin again. Phases that all read the same may do so."""
-    recorded = recorded_config(manifest)
-    old, new = _phase_index(recorded, manifest.last_batch), _phase_index(config, manifest.progress)
-    if new < old and any(inputs_differ(one.inputs) for one in (recorded, config)):
-        raise UserError(
-            f"{config.run_name}: its checkpoint {manifest.path} was trained in phase {old} and would continue in phase "
-            f"{new} here. As phases differ in data or batch size, the run's place in the data would be lost, also with "
-            "checkpoint.resume_overrides: restore the phases and their `until`, or choose another run_name"
-        )
-
-
-def _require_same_place(manifest: Manifest, config: PretrainConfig) -> None:
-    """Raise a UserError if a run would lose its place in the data, which is counted in batches of the phases so far."""
-    recorded = recorded_config(manifest)
-    before, now = (
-        [(each.source, each.rows) for each in one.inputs[: _phase_index(one, manifest.last_batch) + 1]]
-        for one in (recorded, config)
-    )
-    if not any(inputs_differ(one.inputs) for one in (recorded, config)):
-        before, now = before[:1], now[:1]  # all phases read the same
-    if before != now:
-        raise UserError(
-            f"{config.run_name}: its checkpoint {manifest.path} was trained on batches of other sizes or other data, so the "
-            "run's place in the data would be lost, also with checkpoint.resume_overrides: restore global_batch_size and "
-            "the phases until now. For another size from here on, begin a further phase at this batch, with its own "
-            "global_batch_size"
-        )
+            raise UserError(f"node {node}: {key} is {own.get(key)} there, and {first.get(key)} on node 0: {advice}")
 
 
 def _phase_index(config: PretrainConfig, progress: TrainingProgress) -> int:
     return phase_at(resolve_phases(config.objective.phases, config.max_duration), progress).index
 
 
-def overridden_keys(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> list[str]:
-    """Return the keys that `checkpoint.resume_overrides` has changed, now or at an earlier restart, if a run resumes.
-
-    The configuration in the checkpoints of such a run isn't that of its whole past.
-    """
-    keys = {difference.key for difference in past_differences(manifest, config, phase_paths(config))}
-    changed = (key for key, _, _ in _changed_indexes(manifest, config, indexes))
-    return sorted({*manifest.run["overridden"], *keys, *changed})
-
-
-def require_same_data(path: str, manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> None:
-    """Raise a UserError if the index of a training stream is not the one that the other run has read."""
-    for key, old, new in _changed_indexes(manifest, config, indexes):
-        raise UserError(f"start_from: {path} was trained on other rows: {key} is {old!r} there, {new!r} here")
-
-
-def _changed_indexes(
-    manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the streams that a run with `config` has read at the checkpoint and whose indexes differ."""
-    recorded, last_batch = manifest.run["indexes"], manifest.last_batch
-    begun = [
-        phase_key(span.index)
-        for span in resolve_phases(config.objective.phases, config.max_duration)
-        if last_batch.reached(span.start)
-    ]
-    for key in sorted(recorded.keys() | indexes.keys()):
-        if not within(key, "data") and not any(within(key, phase) for phase in begun):
-            continue
-        if recorded.get(key) != indexes.get(key):
-            yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
-
-
 def _describe(difference: Difference) -> str:
     since = f", from batch {difference.batch} on" if difference.batch else ""
-    if "dur of " in difference.first and "dur of " in difference.second:
-        since += " (a share moves when max_duration changes: write the first as it was)"
+    since += " (a share moves when max_duration changes: write the first as it was)" * difference.are_shares
     return f"{difference.key}: {difference.first} until now, {difference.second} here{since}"
-
-
-def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]:
-    """Find the newest complete checkpoint of another run whose past is this run's own past.
-
-    `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it.
-    Returns that folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where
-    the runs differ and which checkpoints there are.
-    """
-    folder, batch = checkpoint_folder(path), batch_in_path(path)
-    complete, unusable, difference = list[str](), list[str](), None
-    with user_errors(f"start_from: {path}: can't be read"):
-        for checkpoint in newest_first(open_store(folder)):
-            manifest, name = checkpoint.manifest, f"ba{checkpoint.batch}"
-            if batch is not None and checkpoint.batch != batch:
-                continue
-            if manifest is None:
-                unusable.append(f"{name} ({checkpoint.fault})")
-            elif "merged" in manifest.run:
-                unusable.append(f"{name} (it is a mean of checkpoints, without optimizer state: use model.init_from)")
-            elif keys := ", ".join(manifest.run["overridden"]):
-                unusable.append(f"{name} (that run changed {keys} when it resumed, with resume_overrides)")
-            else:
-                differences = past_differences(manifest, config)
-                if not differences and not manifest.progress.reached(config.max_duration):
-                    return folder, manifest
-                complete.append(name)
-                difference = difference or next(iter(differences), None)
-    if difference is not None:
-        reason = (
-            f"no checkpoint there has the same past as this run: the two differ from batch {difference.batch} on "
-            f"({difference.key} is {difference.first} there, {difference.second} here). Complete checkpoints there: "
-            + _shortened(complete)
-            + (f"; not usable: {_shortened(unusable)}" if unusable else "")
-        )
-    elif complete:
-        reason = f"this run ends ({config.max_duration}) before or at every checkpoint there: {_shortened(complete)}"
-    elif unusable:
-        reason = f"no usable checkpoint there ({_shortened(unusable)})"
-    else:
-        missing = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
-        reason = f"{missing}; expected a complete checkpoint"
-    raise UserError(f"start_from: {path}: {reason}")
 
 
 def _shortened(names: list[str]) -> str:
@@ -283,29 +297,3 @@ def checkpoint_folder(path: str) -> str:
             is_in_run = Path(folder) == Path(content.get("output", ""), content.get("run_name", ""), "checkpoints")
             return local if is_in_run else folder
     return local if Path(local).is_dir() else path
-
-
-def plan_start(config: PretrainConfig) -> StartPlan:
-    """Return where a run would start, from the manifests alone. File hashes and the data are checked when it starts."""
-    destination = config.checkpoint_destination
-    try:
-        checkpoints = own_checkpoints(newest_first(open_store(destination)), config)
-        if is_remote(destination):
-            require_moved(config.local_checkpoints, open_store(destination))
-        own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
-        if own is not None:
-            require_same_past(own, config, own.run["indexes"])
-            return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
-    except OSError as error:
-        return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
-    except UserError as error:
-        return StartPlan(problem=str(error), refused=True)
-    try:
-        if config.start_from is not None:
-            folder, manifest = find_branch_point(config.start_from, config)
-            path, name = join(folder, manifest.path), manifest.run["name"]
-            return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
-    except UserError as error:
-        return StartPlan(problem=str(error))
-    weights = "new weights" if config.model.init_from is None else f"the weights of {config.model.init_from}"
-    return StartPlan(0, None, weights)

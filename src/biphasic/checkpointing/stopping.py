@@ -29,14 +29,17 @@ T = TypeVar("T")
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
 
 
-class ProcessGroup:
+class RankGroup:
     """A gloo process group of all ranks for collectives on CPU tensors, separate from the training's process group.
 
     A rank may wait for the others longer than in training (`timeout`), because one may be downloading a checkpoint.
+    `is_first` says whether this is rank 0, and `local_ranks` are the ranks of this node.
     """
 
     def __init__(self, timeout: timedelta = _TIMEOUT):
         self.rank, self.local_rank, self.size = dist.get_global_rank(), dist.get_local_rank(), dist.get_world_size()
+        self.is_first, self.node, first = self.rank == 0, dist.get_node_rank(), self.rank - self.local_rank
+        self.local_ranks = range(first, first + dist.get_local_world_size())
         self.group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
         """None for a single process."""
 
@@ -61,7 +64,7 @@ class ProcessGroup:
         if self.group is None:
             return value
         # Not `all_gather`: a manifest lists a file for each rank, so memory would grow with the square of the ranks.
-        values: list[Any] = [value if self.rank == 0 else None]
+        values: list[Any] = [value if self.is_first else None]
         torch.distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
         return values[0]
 
@@ -87,7 +90,7 @@ class ProcessGroup:
     def on_first_rank(self, action: Callable[[], T]) -> T:
         """Run a function on rank 0 while all ranks wait. Return its value, or raise its UserError, on all ranks."""
         values = list[T]()
-        self.on_all_ranks(lambda: values.append(action()) if self.rank == 0 else None)
+        self.on_all_ranks(lambda: values.append(action()) if self.is_first else None)
         return self.broadcast(values[0] if values else None)
 
     def barrier(self) -> None:
@@ -117,7 +120,7 @@ class StopCoordinator(Callback):
         self._requested_at = 0.0
         self._signalled_at: float | None = None
         """When this rank received its first signal; None before."""
-        self.ranks = ProcessGroup(_TIMEOUT + UPLOAD_TIMEOUT)
+        self.ranks = RankGroup(_TIMEOUT + UPLOAD_TIMEOUT)
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
 
@@ -165,7 +168,7 @@ class StopCoordinator(Callback):
                 self._request, self._requested_at = (_PREEMPTED, name), self._requested_at or self._signalled_at
                 end = "and saves"
             message = f"the run stops after this batch {end}; a second signal ends it at once"
-            print(f"rank {dist.get_global_rank()}: {name}: {message}", flush=True)
+            print(f"rank {self.ranks.rank}: {name}: {message}", flush=True)
         elif not self.saved and time.monotonic() - self._signalled_at > _REPEAT_SECONDS:
-            print(f"rank {dist.get_global_rank()}: {name} again: ends at once", flush=True)
+            print(f"rank {self.ranks.rank}: {name} again: ends at once", flush=True)
             os._exit(128 + number)

@@ -92,16 +92,16 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") ->
 
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
-    from biphasic.checkpointing.start_rules import plan_start
-    from biphasic.config.data import read_conversions
+    from biphasic.checkpointing.start_rules import ResumeGuard
+    from biphasic.config.conversion_checks import RowChecks, check_rows
     from biphasic.config.plan import StartPlan, plan
-    from biphasic.data.conversion_checks import RowChecks, check_rows
     from biphasic.data.row_format import stored_row_problems
+    from biphasic.data.streams import read_conversions
     from biphasic.storage import is_remote
 
     results: dict[str, Any] = {}
     calls = {
-        "start": lambda: plan_start(config),
+        "start": ResumeGuard(config).plan_start,
         "rows": lambda: check_rows(config),
         "records": lambda: read_conversions(config.streams),
     }

@@ -2,15 +2,15 @@
 
 A run is the history of its batches. Keys such as the model, the data and the seed affect every batch. The phases, and
 the parts of the schedule (warmup, constant rate, decay), follow each other, and each determines its own batches. So two
-runs are equal up to the first phase or part whose start or settings differ. `first_difference` therefore decides what a
-restart may change, where a run may start from another run's checkpoint, and which batches the runs of a study share.
+runs are equal up to the first phase or part whose start or settings differ. `compare_histories` decides which batches
+the runs of a study share; `compare_pasts` what a restart may change, and which checkpoints of other runs a run may use.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -54,6 +54,7 @@ class Difference:
         first: the key's value in the first configuration, as text.
         second: the key's value in the second configuration.
         times: the histories are equal for batches that begin before all of these times.
+        are_shares: whether both values are shares of their run's length, and so differ if that does.
     """
 
     batch: int
@@ -61,13 +62,16 @@ class Difference:
     first: str
     second: str
     times: tuple[Duration, ...]
+    are_shares: bool = False
 
     def is_past(self, last_batch: TrainingProgress) -> bool:
         """Return whether a run whose last batch began at `last_batch` may already have trained differently."""
         return any(last_batch.reached(time) for time in self.times)
 
 
-def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()) -> Difference | None:
+def compare_histories(
+    first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
+) -> Difference | None:
     """Return the first batch that two checked configurations train differently, and a key that differs.
 
     A different constant key is a difference at batch 0. Phases and parts of the schedule are compared in order. Keys
@@ -79,11 +83,10 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
     in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
     then the earliest possible one: a batch has at most `BatchShapes`' tokens, an epoch at least one batch.
     """
-    constant = next(constant_differences(first, second, overrides), None)
-    if constant is not None:
-        return constant
+    if constants := _constant_differences(first, second, overrides):
+        return constants[0]
     histories = [(_phases(config), _rates(config)) for config in (first, second)]
-    compared = [_compare(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
+    compared = [_compare_parts(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
@@ -91,18 +94,25 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
     return replace(differences[0], times=tuple(time for difference in differences for time in difference.times))
 
 
-def constant_differences(
-    first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
-) -> Iterator[Difference]:
-    """Yield the differing keys that affect every batch, in alphabetical order."""
+def compare_pasts(
+    first: PretrainConfig, second: PretrainConfig, last_batch: TrainingProgress, overrides: Sequence[str] = ()
+) -> list[Difference]:
+    """Return the differences in batches up to the one that began at `last_batch`: all constant keys, or one other key."""
+    found = _constant_differences(first, second, overrides) or [compare_histories(first, second, overrides)]
+    return [difference for difference in found if difference is not None and difference.is_past(last_batch)]
+
+
+def _constant_differences(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str]) -> list[Difference]:
+    """Return the differing keys that affect every batch, in alphabetical order."""
     before, now = (
         dict(flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True)))
         for config in (first, second)
     )
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not is_overridden(key, overrides):
-            old, new = (repr(values[key]) if key in values else "nothing" for values in (before, now))
-            yield Difference(0, key, old, new, (START,))
+    return [
+        Difference(0, key, *(repr(each[key]) if key in each else "nothing" for each in (before, now)), times=(START,))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not is_overridden(key, overrides)
+    ]
 
 
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:
@@ -117,16 +127,18 @@ class _Part:
     Attributes:
         start: when it begins, in batches, tokens or epochs.
         rule: what determines its start and its batches, by key; first the key of its start.
-        shown: values for messages, where the YAML writes them differently than `rule`.
+        written: times as the YAML writes them, for messages.
     """
 
     start: Duration
     rule: dict[str, str]
-    shown: dict[str, str]
+    written: dict[str, Duration]
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, total: Duration) -> str:
         absent = "the end" if key.endswith(".until") else "no decay" if key == "schedule.decay" else "nothing"
-        return self.shown.get(key, self.rule.get(key, absent))
+        value: Any = self.written.get(key, self.rule.get(key, absent))
+        is_share = isinstance(value, Duration) and value.unit == "dur"
+        return f"{value.resolve(total)} ({value} of {total})" if is_share else str(value)
 
 
 _NO_PART = _Part(START, {}, {})
@@ -136,10 +148,10 @@ def _phases(config: PretrainConfig) -> list[_Part]:
     parts, end, inputs = list[_Part](), config.max_duration, config.inputs
     for span in resolve_phases(config.objective.phases, end):
         phase, key, start = span.phase, f"objective.phases.{span.index}", _first_batch(span.start, config)
-        rule, shown = dict[str, str](), dict[str, str]()
+        rule, written = dict[str, str](), dict[str, Duration]()
         if span.index:
             before, switch = config.objective.phases[span.index - 1], f"objective.phases.{span.index - 1}.until"
-            rule[switch], shown[switch] = str(start), _text(before.until or end, end)
+            rule[switch], written[switch] = str(start), before.until or end
         rule[f"{key}.name"] = phase.name
         if hasattr(phase, "masking_ratio"):
             objective = phase.objective
@@ -150,7 +162,7 @@ def _phases(config: PretrainConfig) -> list[_Part]:
         excluded = {"name", "until", "masking_ratio", *_INPUTS, *([] if span.index else ["reset_optimizer"])}
         others = phase.model_dump(mode="json", exclude=excluded)
         rule |= {f"{key}.{name}": json.dumps(value).strip('"') for name, value in flatten(others)}
-        parts.append(_Part(start, rule, shown))
+        parts.append(_Part(start, rule, written))
     return parts
 
 
@@ -182,8 +194,8 @@ def _rates(config: PretrainConfig) -> list[_Part]:
     schedule, end, rate = config.schedule, config.max_duration, {"optimizer.lr": repr(config.optimizer.lr)}
     warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
     rule = {**rate, "schedule.warmup": str(warmup if warmup.value else START)}
-    shown = {"schedule.warmup": _text(schedule.warmup, end)}
-    parts = [_Part(START, rule, shown), _Part(_first_batch(warmup, config), rule, shown)]
+    written = {"schedule.warmup": schedule.warmup}
+    parts = [_Part(START, rule, written), _Part(_first_batch(warmup, config), rule, written)]
     if decay != end:
         course = {"schedule.decay": f"from {decay} to {end}", "schedule.decay_shape": schedule.decay_shape}
         course["schedule.final_lr"] = repr(schedule.final_lr)
@@ -198,11 +210,7 @@ def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
     return Duration(config.batch_shapes.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
-def _text(duration: Duration, total: Duration) -> str:
-    return f"{duration.resolve(total)} ({duration} of {total})" if duration.unit == "dur" else str(duration)
-
-
-def _compare(
+def _compare_parts(
     first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
     """Return the first difference between the phases or the schedules of two runs."""
@@ -217,7 +225,9 @@ def _compare(
             reached = [all(map(_may_reach, ends, [time, time], shapes)) for time in later]
             times = tuple(itertools.compress(later, reached))
             batches = [_earliest(time, shape) for time in times for shape in shapes]
-            return Difference(min(batches), key, old.text(key), new.text(key), times) if times else None
+            are_shares = all(key in part.written and part.written[key].unit == "dur" for part in (old, new))
+            texts = old.text(key, first.max_duration), new.text(key, second.max_duration)
+            return Difference(min(batches), key, *texts, times, are_shares) if times else None
     return None
 
 

@@ -127,7 +127,7 @@ def _plan_run(
         checkpoints=checkpoints,
         bytes=None if architecture is None else checkpoints * architecture.checkpoint_bytes,
         state="done" if trained.is_done(config) else state,
-        drift=tuple(trained.drift(config)),
+        drift=tuple(trained.past_differences(config)),
     )
 
 

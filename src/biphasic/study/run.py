@@ -28,7 +28,6 @@ from biphasic.study.stages import check_stages
 from biphasic.study.state import RUN_FILE, is_ready, read_states, starting_run
 from biphasic.study.tree import StudyRun, study_runs
 
-_ROOT = Path(__file__).parents[3]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -47,7 +46,7 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
     jobs = jobs_in_slurm() if isinstance(executor, SlurmExecutor) else {}
     states = read_states(study)
     for name, config in configs.items():
-        for line in states[name].drift(config):
+        for line in states[name].past_differences(config):
             print(f"WARNING: {name} was trained with another configuration: {line}", flush=True)
     started = 0
     for run in tree.values():
@@ -124,8 +123,8 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
     A signal to this process is forwarded to the ranks, which save and stop; the status is then `PREEMPTED`.
     """
     processes = [] if executor.processes is None else ["-n", str(executor.processes)]
-    # launcher.py wraps Composer's launcher, which would kill its ranks 30 s after a signal.
-    scripts = [str(_ROOT / "recipes/launch/launcher.py"), *processes, str(_ROOT / "src/main.py")]
+    # It wraps Composer's launcher, which would kill its ranks 30 s after a signal.
+    scripts = ["-m", "biphasic.launcher", *processes, "-m", "biphasic.main"]
     with noted_signals(_SIGNALS) as received:
         launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
         passed_on = 0

@@ -9,8 +9,7 @@ from pathlib import Path
 import yaml
 
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
-from biphasic.checkpointing.start_rules import past_differences
-from biphasic.config.history import phase_paths
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
@@ -37,7 +36,7 @@ class RunState:
         """Return whether the newest checkpoint is the end of the run, and not that of a longer one."""
         return self.newest is not None and self.newest.is_first_at(config.max_duration)
 
-    def drift(self, config: PretrainConfig) -> list[str]:
+    def past_differences(self, config: PretrainConfig) -> list[str]:
         """Return a line for each key whose value in the run's checkpoints differs from the study's.
 
         Training data is compared later, by its hash, when the run opens it.
@@ -45,8 +44,8 @@ class RunState:
         if self.newest is None:
             return []
         try:
-            overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
-            differences = past_differences(self.newest, config, overrides)
+            guard = ResumeGuard(config)
+            differences = guard.past_differences(self.newest, guard.overrides)
         except UserError as error:
             return [str(error)]
         return [

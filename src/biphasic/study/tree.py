@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from biphasic.config.history import first_difference
+from biphasic.config.history import compare_histories
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import UserError
@@ -71,7 +71,7 @@ def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, st
     def shared(first: str, second: str) -> int:
         if configs[first].data.streams != configs[second].data.streams:
             return 0  # a run compares its data by hash, and a study by path, since the data may not exist yet
-        difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
+        difference, shorter = compare_histories(configs[first], configs[second]), min(lengths[first], lengths[second])
         batches = shorter if difference is None else difference.batch
         if difference is not None and batches - 1 in (decays[first], decays[second]):
             # The first batch of a decay still has the full learning rate. Sharing it would need another checkpoint, one

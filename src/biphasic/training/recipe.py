@@ -16,16 +16,18 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import dist
 
 from biphasic.checkpointing.open_run import Run, open_run
-from biphasic.checkpointing.schedule import validation_schedule
-from biphasic.config.data import read_conversions
+from biphasic.checkpointing.save import RunSettings
+from biphasic.checkpointing.schedule import interval_schedule
+from biphasic.checkpointing.start_rules import ResumeGuard
+from biphasic.config.conversion_checks import bos_warning
 from biphasic.config.model import architecture_of
+from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.batches import TrainingBatches
-from biphasic.data.conversion_checks import bos_warning
+from biphasic.data.batches import PhaseRows, TrainingBatches
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
+from biphasic.data.streams import opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
-from biphasic.data.unpacking import opened_splits
 from biphasic.devices import is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
 from biphasic.model.backbone import build_language_model
@@ -33,6 +35,7 @@ from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.objectives.objective import CLM, MLM, Objective
+from biphasic.timeline import resolve_phases
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.compute import MicrobatchSize, configure_compute
 from biphasic.training.loggers import loggers
@@ -51,7 +54,7 @@ def pretrain(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, a shard is damaged, or a GPU
             runs out of memory.
     """
-    with open_run(config) as run:
+    with open_run(run_settings(config), ResumeGuard(config)) as run:
         trainer = prepare(config, run)
         try:
             run.train(trainer)
@@ -61,6 +64,30 @@ def pretrain(config: PretrainConfig) -> Path:
             microbatch = next(each for each in trainer.state.algorithms if isinstance(each, MicrobatchSize))
             raise microbatch.out_of_memory(trainer.state) from error
     return config.run_folder
+
+
+def run_settings(config: PretrainConfig) -> RunSettings:
+    """Return what opening the run and saving its checkpoints need to know of its configuration."""
+    validates, logging = config.data.validation is not None, config.logging
+    return RunSettings(
+        name=config.run_name,
+        folder=config.run_folder,
+        destination=config.checkpoint_destination,
+        local_checkpoints=config.local_checkpoints,
+        max_duration=config.max_duration,
+        interval=config.checkpoint.interval,
+        validation_interval=(config.evaluation.interval or config.max_duration) if validates else None,
+        keep=config.checkpoint.keep,
+        branch_points=tuple(branch_points(config)),
+        start_from=config.start_from,
+        init_from=config.model.init_from,
+        streams=config.splits,
+        has_tracker=logging.wandb is not None or logging.mlflow is not None,
+        webhook=config.webhook,
+        precision=config.precision,
+        deterministic=config.compute.deterministic,
+        seed=config.seed,
+    )
 
 
 def prepare(config: PretrainConfig, run: Run) -> Trainer:
@@ -74,12 +101,16 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     if config.model.init_from is not None and (warning := bos_warning(config.model.init_from, conversions)):
         run.say(f"WARNING: {warning}")
     run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
-    for line in opened_splits(config)[1]:
+    for line in opened_streams(config.splits)[1]:
         run.say(line)
     batches = TrainingBatches(
-        config,
+        resolve_phases(config.objective.phases, config.max_duration),
+        [
+            PhaseRows(each.source, each.shape, each.streams, each.data.reading, each.data.first_row(each.rows))
+            for each in config.inputs
+        ],
         lambda own, rows: build_loader(
-            own.data, own.streams, rows, config.seed, train=True, vocab_size=tokenizer.vocab_size
+            own.reading, own.streams, rows, config.seed, train=True, vocab_size=tokenizer.vocab_size
         ),
     )
     run.check_rows(index_hashes(streams))
@@ -203,9 +234,10 @@ def _evaluators(config: PretrainConfig, run: Run, vocab_size: int, objectives: I
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
-    streams, count = {"data.validation": config.data.validation}, config.evaluation.batches
-    batches = build_loader(config.data, streams, rows, config.seed, train=False, batches=count, vocab_size=vocab_size)
-    is_due = validation_schedule(config)
+    streams, count = {"data.validation": config.splits["data.validation"]}, config.evaluation.batches
+    reading = config.data.reading
+    batches = build_loader(reading, streams, rows, config.seed, train=False, batches=count, vocab_size=vocab_size)
+    is_due = interval_schedule(run_settings(config).validation_interval, config.max_duration)
 
     def validates(state: State, event: Event) -> bool:
         # Before the batch's checkpoint, which then has the losses. If the run stops, its next start validates.
