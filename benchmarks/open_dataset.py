@@ -45,7 +45,7 @@ def open_once(folder: Path, share: float) -> float:
     content = {"sequence_length": LENGTH, "train": {"local": str(folder)}, "num_workers": 0}
     config = DataConfig.model_validate(content)
     start = time.perf_counter()
-    batches: Any = build_loader(config, config.streams, BATCH, seed=1, train=True)
+    batches: Any = build_loader(config.reading, config.streams, BATCH, seed=1, train=True)
     if share:
         dataset = batches.dataset
         dataset.start_at(0, int(len(dataset) * share) // BATCH * BATCH)

@@ -145,7 +145,7 @@ def prepare(folder: Path, shape: Shape) -> Path:
 
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
-    from biphasic.conversion.packing import DocumentPacker, mds_columns, padded
+    from biphasic.data.packing import DocumentPacker, mds_columns, padded
     from biphasic.data.streaming import build_loader
 
     say(f"preparing {shape.tokens:,} tokens")
@@ -163,7 +163,7 @@ def prepare(folder: Path, shape: Shape) -> Path:
     # From a copy: Streaming allows one job at a time per folder, and this process keeps its dataset.
     shutil.copytree(folder / "train", folder / "copy")
     config = load_job(PretrainConfig, path, [f"data.train.local={folder / 'copy'}", "data.num_workers=0"])
-    batches = build_loader(config.data, config.data.streams, shape.rows, config.seed, train=True)
+    batches = build_loader(config.data.reading, config.data.streams, shape.rows, config.seed, train=True)
     steps = len(PHASES) * shape.steps
     first = [batch for batch, _ in zip(batches, range(steps), strict=False)]
     assert len(first) == steps, f"{len(first)} batches of {steps}"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from biphasic.commands import plan as commands_plan
-from biphasic.config import data as config_data
-from biphasic.config.data import read_conversions
 from biphasic.config.load import load
 from biphasic.config.plan import JobPlan, plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data import streams as data_streams
+from biphasic.data.streams import read_conversions
 from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def test_a_bucket_that_does_not_answer(
         time.sleep(60)
 
     planned({"train": {"local": str(tmp_path / "cache/train"), "remote": str(tmp_path / "out" / "train")}}, tmp_path)
-    monkeypatch.setattr(config_data, "read_stream_record", never)
+    monkeypatch.setattr(data_streams, "read_stream_record", never)
     monkeypatch.setattr(commands_plan, "PLAN_SECONDS", 0.2)
     start = time.monotonic()
     options = Namespace(ranks=1, json=False, memory=False, draw=None)

@@ -11,13 +11,13 @@ import pytest
 
 from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.data import StreamConfig
 from biphasic.config.load import dump
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert
-from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.verify import verify
+from biphasic.data.packing import document_number, validation_end
 from biphasic.data.shards import require_shards
+from biphasic.data.streams import RowStream
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from helpers.cpu_time import run_measured
@@ -189,7 +189,7 @@ def test_a_folder_of_a_finished_output_may_be_a_link(config_for: Make, tmp_path:
     folder.symlink_to(moved)
     assert convert(config) is not None
     assert verify(str(tmp_path / "out")).faults == []
-    require_shards(StreamConfig(local=str(tmp_path / "out" / "train")))
+    require_shards(RowStream(local=str(tmp_path / "out" / "train")))
     next(moved.rglob("shard.00000.mds.zstd")).write_bytes(b"")
     with pytest.raises(UserError, match=r"shard\.00000\.mds\.zstd has 0 bytes instead of \d+; remove the folder"):
         convert(config)

@@ -50,7 +50,7 @@ def test_jobs_that_start_at_the_same_time(tmp_path: Path) -> None:
 def test_a_rank_waits_for_the_size_of_shared_memory(tmp_path: Path) -> None:
     write_rows(tmp_path, 200, seed=1)
     config = data(local=tmp_path)
-    build_loader(config, config.streams, 4, seed=3, train=True)
+    build_loader(config.reading, config.streams, 4, seed=3, train=True)
     # Not a name of Streaming's, which another job's start would remove as stale.
     file = Path(f"/dev/shm/biphasic-test-{os.getpid()}")
     file.touch()
@@ -127,12 +127,12 @@ def test_the_cache_of_another_job_is_refused(
     with pytest.raises(
         UserError, match=f"{tmp_path}/cache is the cache of another job that is running on this machine"
     ):
-        build_loader(config, config.streams, 8, seed=3, train=True)
+        build_loader(config.reading, config.streams, 8, seed=3, train=True)
     # A dataset without a remote place is only read.
     local = data(local=tmp_path / "cache")
-    build_loader(local, local.streams, 8, seed=3, train=True)
+    build_loader(local.reading, local.streams, 8, seed=3, train=True)
     other_job.communicate("\n")
-    build_loader(config, config.streams, 8, seed=3, train=True)
+    build_loader(config.reading, config.streams, 8, seed=3, train=True)
 
 
 def test_the_cache_of_another_program_s_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +144,10 @@ def test_the_cache_of_another_program_s_job_is_refused(tmp_path: Path, monkeypat
     file.write_bytes(prefix._pack_locals([str(tmp_path / "cache")], 0))
     try:
         with pytest.raises(UserError, match=rf"or remove {file} if that job has ended: another program has made it"):
-            build_loader(config, config.streams, 8, seed=3, train=True)
+            build_loader(config.reading, config.streams, 8, seed=3, train=True)
     finally:
         file.unlink()
-    build_loader(config, config.streams, 8, seed=3, train=True)
+    build_loader(config.reading, config.streams, 8, seed=3, train=True)
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_another_form_of_streaming_is_refused(
     config = data(local=tmp_path / "rows")
     monkeypatch.setattr(owner, name, lambda other: None)
     with pytest.raises(UserError, match=rf"mosaicml-streaming \S+: .*\.{name} has the parameters \(other\), but"):
-        build_loader(config, config.streams, 8, seed=3, train=True)
+        build_loader(config.reading, config.streams, 8, seed=3, train=True)

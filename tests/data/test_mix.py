@@ -15,12 +15,12 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 from torch import Tensor
 
-from biphasic.config.data import DataConfig, read_conversions
+from biphasic.config.data import DataConfig
 from biphasic.data.streaming import build_loader
+from biphasic.data.streams import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.objectives.mlm import mlm_inputs_and_targets
-from biphasic.training import step
+from biphasic.objectives import mlm
 from biphasic.training.record import conversion_record
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit, upload
@@ -50,11 +50,11 @@ def mixed(folders: dict[str, tuple[str, float]], **keys: Any) -> DataConfig:
 
 def epoch(config: DataConfig, batch_size: int = 8) -> list[tuple[int, int]]:
     """(id, number) of each row."""
-    batches: Any = build_loader(config, config.streams, batch_size, seed=3, train=True)
+    batches: Any = build_loader(config.reading, config.streams, batch_size, seed=3, train=True)
     return [
         (int(row), int(number))
         for batch in batches
-        for row, number in zip(batch["row_ids"], batch["tokens"][:, 0], strict=True)
+        for row, number in zip(batch["row_ids"], batch["input_ids"][:, 0], strict=True)
     ]
 
 
@@ -94,7 +94,7 @@ def test_the_order_of_a_mix_does_not_depend_on_the_nodes(tmp_path: Path, done: i
     folders = {"a": (write(tmp_path / "a", 300, first=0), 0.7), "b": (write(tmp_path / "b", 90, first=1000), 0.3)}
     config, size, orders = mixed(folders, epoch_rows=480), 16, []
     for nodes, ranks in ((1, 1), (1, 2), (2, 2), (4, 1)):
-        batches: Any = build_loader(config, config.streams, size // nodes // ranks, seed=3, train=True)
+        batches: Any = build_loader(config.reading, config.streams, size // nodes // ranks, seed=3, train=True)
         work = generate_work("random", batches.dataset, World(nodes, ranks, 1, 0), 0, done * size)
         orders.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
         del batches
@@ -177,13 +177,15 @@ def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write, monkeypatch: p
     }
     masks: dict[int, list[tuple[bool, ...]]] = {}
 
+    original = mlm.mlm_inputs_and_targets
+
     def mask(tokens: Tensor, segment_ids: Tensor, row_ids: Tensor, *rest: Any, **keys: Any) -> tuple[Tensor, Tensor]:
-        inputs, targets = mlm_inputs_and_targets(tokens, segment_ids, row_ids, *rest, **keys)
+        inputs, targets = original(tokens, segment_ids, row_ids, *rest, **keys)
         for row, selected in dict(zip(row_ids.tolist(), (targets >= 0).tolist(), strict=True)).items():
             masks.setdefault(row, []).append(tuple(selected))
         return inputs, targets
 
-    monkeypatch.setattr(step, "mlm_inputs_and_targets", mask)
+    monkeypatch.setattr(mlm, "mlm_inputs_and_targets", mask)
     only_mlm = {"objective__phases": [{"name": "mlm"}], "checkpoint__interval": "100ba"}
     path = write_yaml("mixed", data__train=None, data__mix=mix, data__epoch_rows=400, **only_mlm)
     assert len(losses(train(config_of(path)))) == 12

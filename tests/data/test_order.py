@@ -82,7 +82,7 @@ def test_a_part_of_a_validation_has_no_row_twice(tmp_path: Path) -> None:
     made = write_numbered(tmp_path / "made", 1003)
     config = data(made, num_canonical_nodes=64)
     for batches in (10, 120, 125):
-        loader: Any = build_loader(config, config.streams, BATCH, seed=3, train=False, batches=batches)
+        loader: Any = build_loader(config.reading, config.streams, BATCH, seed=3, train=False, batches=batches)
         read = numbers(itertools.islice(loader, batches))
         assert len(set(read)) == len(read) == batches * BATCH
         assert (max(read) > batches * BATCH) == (batches < 125)  # spread over the split
@@ -166,7 +166,7 @@ def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -
 
 def open_at(config: DataConfig, batch: int) -> Any:
     """A loader that begins at a batch of an order whose epochs have 87 batches."""
-    batches: Any = build_loader(config, config.streams, BATCH, seed=3, train=True)
+    batches: Any = build_loader(config.reading, config.streams, BATCH, seed=3, train=True)
     batches.dataset.start_at(batch // 87, batch % 87 * BATCH)
     return batches
 

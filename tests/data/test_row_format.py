@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 from streaming import MDSWriter
 
 from biphasic.commands import plan as commands_plan
-from biphasic.config.data import StreamConfig
-from biphasic.data.conversion_checks import check_rows
+from biphasic.config.conversion_checks import check_rows
 from biphasic.data.mds_reader import ShardError
 from biphasic.data.row_format import row_reader, stored_row_problems
 from biphasic.data.streaming import build_loader
+from biphasic.data.streams import RowStream
 from biphasic.errors import UserError
 from conftest import Write
 from helpers.numbered_rows import data, open_rows
@@ -65,12 +66,12 @@ FORMATS: dict[str, tuple[dict[str, str], Make]] = {
 def test_rows_of_others_are_read(name: str, end: int | None, tmp_path: Path) -> None:
     columns, make = FORMATS[name]
     config = data(write(tmp_path / "made", columns, make, compression="zstd" if end else None))
-    stream = config.streams["data.train"].model_copy(update={"document_end": end})
-    batches: Any = build_loader(config, {"data.train": stream}, 8, seed=3, train=False, vocab_size=WORDS)
+    stream = replace(config.streams["data.train"], document_end=end)
+    batches: Any = build_loader(config.reading, {"data.train": stream}, 8, seed=3, train=False, vocab_size=WORDS)
     rows = 0
     for batch in batches:
         for tokens, segments, row, lengths in zip(
-            *(batch[each] for each in ("tokens", "segment_ids", "row_ids", "lengths")), strict=True
+            *(batch[each] for each in ("input_ids", "segment_ids", "row_ids", "lengths")), strict=True
         ):
             assert np.array_equal(tokens, ids_of(int(row)))
             expected = [LENGTH] if end is None else [4, LENGTH // 2 - 3, LENGTH // 2 - 1]
@@ -84,7 +85,7 @@ def test_a_document_that_ends_with_the_row(tmp_path: Path) -> None:
     """No empty segment follows it."""
     make: Make = lambda ids: {"tokens": np.append(ids[1:], EOS).astype(np.uint16)}  # noqa: E731
     made = write(tmp_path, {"tokens": "ndarray:uint16"}, make)
-    stream = StreamConfig(local=str(made), document_end=EOS)
+    stream = RowStream(local=str(made), document_end=EOS)
     read = row_reader("data.train", stream, json.loads((made / "index.json").read_text()), LENGTH, None)
     assert read(make(ids_of(0)))["lengths"].tolist() == [3, LENGTH // 2 - 3, LENGTH // 2]
 
@@ -166,7 +167,7 @@ def test_other_rows_are_refused_in_one_line(name: str, tmp_path: Path, write_yam
     [problem] = commands_plan._pretraining_plan(config, 1).problems
     [in_preflight] = stored_row_problems(config.splits, config.row_lengths, WORDS, first_shards=True)
     with pytest.raises(UserError, match=message) as caught:
-        list(build_loader(config.data, config.streams, 8, seed=3, train=True, vocab_size=WORDS))
+        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=WORDS))
     for line in (problem, in_preflight, str(caught.value)):
         assert "\n" not in line
         assert re.search(message, line)
@@ -182,7 +183,7 @@ def test_a_row_of_another_length_far_inside_is_refused_when_it_is_read(tmp_path:
 def test_shards_with_different_columns_are_refused(tmp_path: Path) -> None:
     one, other = (write(tmp_path / name, *FORMATS[name]) for name in ("int32", "uint16"))
     shards = [shard for each in (one, other) for shard in json.loads((each / "index.json").read_text())["shards"]]
-    stream = StreamConfig(local="both")
+    stream = RowStream(local="both")
     with pytest.raises(UserError, match=r"tokens \(ndarray:int32\) or tokens \(ndarray:uint16:32\): expected"):
         row_reader("data.train", stream, {"shards": shards}, LENGTH, None)
 
@@ -204,7 +205,7 @@ def test_ids_of_a_conversion_beyond_the_vocabulary_are_refused(tmp_path: Path, w
     """Without its record nothing else compares the tokenizer: an index error of the embedding would be left."""
     config = config_of(write_yaml())
     with pytest.raises(ShardError, match=r"but `tokenizer` has 20 tokens$"):
-        list(build_loader(config.data, config.streams, 8, seed=3, train=True, vocab_size=20))
+        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=20))
 
 
 def test_a_mix_of_own_rows_and_those_of_others(tmp_path: Path, write_yaml: Write) -> None:

@@ -315,7 +315,7 @@ def test_a_run_through_a_small_cache_equals_one_from_a_folder(
 READ_ONLY = """
 import sys
 from biphasic.config.load import load
-from biphasic.data.conversion_checks import check_rows
+from biphasic.config.conversion_checks import check_rows
 from biphasic.preflight import disk_needs
 from helpers.tiny import losses, train
 config = load(sys.argv[1])

@@ -157,7 +157,7 @@ def crafted_index(folder: Path, kind: str, name: str) -> None:
 
 
 def open_data(config: PretrainConfig) -> Any:
-    return build_loader(config.data, config.data.streams, 8, seed=3, train=True)
+    return build_loader(config.data.reading, config.data.streams, 8, seed=3, train=True)
 
 
 @pytest.mark.parametrize("kind", ["raw_data", "zip_data"])

@@ -58,6 +58,6 @@ def test_batches_are_pinned(write_yaml: Write) -> None:
     from biphasic.data.streaming import build_loader
 
     config = config_of(write_yaml())
-    batches = build_loader(config.data, config.data.streams, 4, seed=1, train=True)
+    batches = build_loader(config.data.reading, config.data.streams, 4, seed=1, train=True)
     batch = next(iter(batches))
-    assert batch["tokens"].is_pinned() and batch["segment_ids"].is_pinned()
+    assert batch["input_ids"].is_pinned() and batch["segment_ids"].is_pinned()

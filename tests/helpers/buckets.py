@@ -79,7 +79,7 @@ def smallest_limit(config: DataConfig, *, train: bool = True) -> int:
     """The smallest limit, as named by the error about a limit of 1 KB."""
     try:
         limited = config.model_copy(update={"cache_limit": 1000})
-        build_loader(limited, limited.streams, 8, seed=3, train=train)
+        build_loader(limited.reading, limited.streams, 8, seed=3, train=train)
     except UserError as error:
         message = str(error)
     else:

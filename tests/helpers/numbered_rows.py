@@ -37,8 +37,8 @@ def data(folder: Path | str, **keys: Any) -> DataConfig:
 
 
 def open_rows(config: DataConfig, batch: int = BATCH, *, train: bool = True) -> Any:
-    return build_loader(config, config.streams, batch, seed=3, train=train)
+    return build_loader(config.reading, config.streams, batch, seed=3, train=train)
 
 
 def numbers(batches: Any) -> list[int]:
-    return [int(number) for batch in batches for number in batch["tokens"][:, 0]]
+    return [int(number) for batch in batches for number in batch["input_ids"][:, 0]]

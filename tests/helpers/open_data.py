@@ -20,8 +20,9 @@ def main(folder: str) -> None:
     dist.initialize_dist(get_device(None))
     splits = {name: StreamConfig(local=f"{folder}/{name}") for name in ("train", "validation")}
     config = DataConfig(sequence_length=LENGTH, num_workers=0, shuffle_block_size=64, **splits)  # pyright: ignore
-    loaders = [build_loader(config, config.streams, 4, seed=3, train=True)]
-    loaders.append(build_loader(config, {"data.validation": splits["validation"]}, 4, seed=3, train=False))
+    loaders = [build_loader(config.reading, config.streams, 4, seed=3, train=True)]
+    validation = {"data.validation": config.splits["data.validation"]}
+    loaders.append(build_loader(config.reading, validation, 4, seed=3, train=False))
     dist.barrier()
     loaders.clear()
     release_streaming()

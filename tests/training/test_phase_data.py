@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from biphasic.config.history import first_difference
+from biphasic.config.history import compare_histories
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data import batches
@@ -21,8 +21,8 @@ from biphasic.errors import ConfigError, UserError
 from biphasic.export.run import export_checkpoint, export_initial
 from biphasic.model.checkpoint import read_record
 from biphasic.model.encoder import load_text_tokenizer
-from biphasic.training import step
 from biphasic.training.metrics_file import read_metrics
+from biphasic.training.switch import ObjectiveSwitch
 from conftest import Write
 from helpers.tiny import LENGTH, config_of, keep_checkpoints_up_to, losses, train, train_alone, weights, write_rows
 
@@ -55,22 +55,22 @@ def yaml_of(write_yaml: Write, tmp_path: Path) -> Write:
 def rows_read(config: PretrainConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int], int]]:
     """Train, and return the epoch, row ids and row length of each batch."""
     seen: list[tuple[int, list[int], int]] = []
-    prepare = step.ObjectiveSchedule.prepare
+    prepare = ObjectiveSwitch.prepare
 
-    def record(self: Any, rows: Any, *arguments: Any, **named: Any) -> Any:
-        seen.append((rows["epoch"], rows["row_ids"].tolist(), rows["tokens"].shape[1]))
-        return prepare(self, rows, *arguments, **named)
+    def record(self: Any, rows: Any, objective: Any, phase: Any, counter: int, share: Any) -> Any:
+        seen.append((counter, rows["row_ids"].tolist(), rows["input_ids"].shape[1]))
+        return prepare(self, rows, objective, phase, counter, share)
 
-    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", record)
+    monkeypatch.setattr(ObjectiveSwitch, "prepare", record)
     train(config)
-    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", prepare)
+    monkeypatch.setattr(ObjectiveSwitch, "prepare", prepare)
     return seen
 
 
 def order_of(config: PretrainConfig, phase: int, rows: int) -> list[int]:
     """The first rows of a phase's data, read by a loader of its own in batches of one row."""
     own = config.inputs[phase]
-    loader: Any = build_loader(own.data, own.streams, 1, config.seed, train=True)
+    loader: Any = build_loader(own.data.reading, own.streams, 1, config.seed, train=True)
     return [int(batch["row_ids"]) for batch in itertools.islice(loader, rows)]
 
 
@@ -116,7 +116,7 @@ def test_runs_share_the_trunk_before_a_phase_with_other_data(yaml_of: Write, tmp
     other[1]["data"]["train"]["local"] = str(tmp_path / "data" / "other")
     branch = config_of(yaml_of("branch", objective__phases=other, start_from=str(trunk)))
     alone = config_of(yaml_of("alone", objective__phases=other))
-    difference = first_difference(config_of(yaml_of("trunk")), branch)
+    difference = compare_histories(config_of(yaml_of("trunk")), branch)
     assert difference is not None
     assert (difference.batch, difference.key) == (5, "objective.phases.1.data.train.local")
     train(branch)
@@ -309,7 +309,7 @@ def test_the_cache_of_a_finished_phase_may_be_deleted(yaml_of: Write, tmp_path: 
 def test_the_next_phase_s_loader_starts_before_the_phase(yaml_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[int, int]] = []
     trained = list[int]()
-    open_, prepare = batches._Source.open, step.ObjectiveSchedule.prepare
+    open_, prepare = batches._Source.open, ObjectiveSwitch.prepare
 
     def record(self: Any, position: Any) -> None:
         if position != self._next:
@@ -322,7 +322,7 @@ def test_the_next_phase_s_loader_starts_before_the_phase(yaml_of: Write, monkeyp
 
     monkeypatch.setattr(batches, "_BATCHES_AHEAD", 2)
     monkeypatch.setattr(batches._Source, "open", record)
-    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", count)
+    monkeypatch.setattr(ObjectiveSwitch, "prepare", count)
     train(config_of(yaml_of()))
     # The first phase's data, the second's 2 batches before batch 5, the first's again 2 batches before batch 9.
     assert [batch for batch, _ in opened] == [0, 3, 7]

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from composer.core import Timestamp
 
-from biphasic.config.data import read_conversions
+from biphasic.data.streams import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.training.record import RunRecord, conversion_record
 from conftest import Write

@@ -1,22 +1,18 @@
-"""Schema of the `data:` section of a pretraining YAML: one dataset or a mix of several, and their checks.
-
-Also the record (`conversion.json`) that a conversion writes beside its splits.
-"""
+"""Schema of the `data:` section of a pretraining YAML: one dataset or a mix of several, and their checks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from posixpath import basename, dirname, join, normpath
+from dataclasses import fields
+from posixpath import basename, join, normpath
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size, matching
+from biphasic.data.streams import DEFAULT_CACHE, ReadingSettings, RowStream
 from biphasic.durations import BatchShape, BatchShapes, Duration
-from biphasic.errors import UserError
-from biphasic.storage import is_remote, open_store
+from biphasic.storage import is_remote
 
 
 class StreamConfig(Section):
@@ -30,6 +26,10 @@ class StreamConfig(Section):
     """For rows that another program wrote: id of the token that ends a document. Each document of a row is then a segment.
     Null: a row is one segment."""
 
+    def stream(self, data: Any) -> RowStream:
+        """Return the stream as `biphasic.data` reads it. `data` is the section that it is in."""
+        return RowStream(**dict(self), cache=data.cache or DEFAULT_CACHE)
+
 
 class MixedStreamConfig(StreamConfig):
     """One dataset of a mix."""
@@ -39,7 +39,6 @@ class MixedStreamConfig(StreamConfig):
 
 
 _NameInMix = Annotated[Name, matching(r"[^.]*", "a name without a dot, which separates keys")]
-_CACHE = "data/cache"
 
 
 class _TrainingData(Section):
@@ -54,11 +53,11 @@ class _TrainingData(Section):
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
 
     @property
-    def streams(self) -> dict[str, StreamConfig]:
+    def streams(self) -> dict[str, RowStream]:
         """The training streams by YAML key. A mix is sorted by name, because row ids depend on the order of streams."""
         if self.mix is not None:
-            return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
-        return {} if self.train is None else {"data.train": self.train}
+            return {f"data.mix.{name}": self.mix[name].stream(self) for name in sorted(self.mix)}
+        return {} if self.train is None else {"data.train": self.train.stream(self)}
 
 
 class DataConfig(_TrainingData):
@@ -66,7 +65,7 @@ class DataConfig(_TrainingData):
 
     sequence_length: Positive
     """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
-    cache: LocalPath = _CACHE
+    cache: LocalPath = DEFAULT_CACHE
     """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`. Nodes
     must not share it."""
     validation: StreamConfig | None = None
@@ -93,14 +92,19 @@ class DataConfig(_TrainingData):
         shapes = BatchShapes(((0, BatchShape(global_batch_size, self.sequence_length)),))
         return shapes.batches(self.start_at) * global_batch_size
 
+    @property
+    def reading(self) -> ReadingSettings:
+        """How the rows are read."""
+        return ReadingSettings(**{each.name: getattr(self, each.name) for each in fields(ReadingSettings)})
+
     def identity(self) -> tuple[Any, ...]:
         """Return what decides the rows and their order: the streams and the settings of their epochs."""
         return self.streams, self.epoch_rows, self.sequence_length
 
     @property
-    def splits(self) -> dict[str, StreamConfig]:
+    def splits(self) -> dict[str, RowStream]:
         """The training and validation streams by YAML key."""
-        return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
+        return self.streams | ({} if self.validation is None else {"data.validation": self.validation.stream(self)})
 
 
 class PhaseDataConfig(_TrainingData):
@@ -117,7 +121,7 @@ class PhaseDataConfig(_TrainingData):
         `cache` is the run's own, for a `folder` without one.
         """
         own = {name: getattr(self, name) for name in type(self).model_fields}
-        own["cache"] = self.cache or (_CACHE if self.folder is None else cache)
+        own["cache"] = self.cache or (DEFAULT_CACHE if self.folder is None else cache)
         own["sequence_length"] = self.sequence_length or before.sequence_length
         return before.model_copy(update={**own, "validation": None, "start_at": Duration(0, "ba")})
 
@@ -128,44 +132,41 @@ def expand_folder(content: Any) -> Any:
     Explicit keys are kept, including `validation: null`; `data_problems` reports those that contradict `data.folder`.
     The `data` sections of phases get their stream.
     """
-    content = _expand_phases(content)
-    data = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
+    content, data = _expand_phases(content), _section(content, "data")
+    if not isinstance(folder := data.get("folder"), str):
         return content
-    folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)
-    expanded = dict(data)
+    expanded, cache = dict(data), data.get("cache", DEFAULT_CACHE)
     if data.get("mix") is None and data.get("train") is None:
         expanded["train"] = _split_of(folder, cache, "train")
     expanded.setdefault("validation", _split_of(folder, cache, "validation"))
     tokenizer = content.get("tokenizer")
-    tokenizer = join(folder, "tokenizer") if tokenizer is None else tokenizer
+    tokenizer = join(folder.rstrip("/"), "tokenizer") if tokenizer is None else tokenizer
     return {**content, "tokenizer": tokenizer, "data": expanded}
 
 
 def _expand_phases(content: Any) -> Any:
-    objective = content.get("objective") if isinstance(content, dict) else None
-    phases = objective.get("phases") if isinstance(objective, dict) else None
-    if not isinstance(objective, dict) or not isinstance(phases, list):
+    objective, cache = _section(content, "objective"), _section(content, "data").get("cache", DEFAULT_CACHE)
+    if not isinstance(phases := objective.get("phases"), list):
         return content
-    expanded, base = list[Any](), content.get("data")
-    cache = base.get("cache", _CACHE) if isinstance(base, dict) else _CACHE
+    expanded = list[Any]()
     for phase in phases:
-        data = phase.get("data") if isinstance(phase, dict) else None
-        if (
-            isinstance(data, dict)
-            and isinstance(data.get("folder"), str)
-            and not (data.get("train") or data.get("mix"))
-        ):
-            stream = _split_of(data["folder"].rstrip("/"), data.get("cache") or cache, "train")
-            phase = {**phase, "data": {**data, "train": stream}}
+        data = _section(phase, "data")
+        if isinstance(folder := data.get("folder"), str) and not (data.get("train") or data.get("mix")):
+            phase = {**phase, "data": {**data, "train": _split_of(folder, data.get("cache") or cache, "train")}}
         expanded.append(phase)
     return {**content, "objective": {**objective, "phases": expanded}}
 
 
+def _section(content: Any, name: str) -> dict[str, Any]:
+    section = content.get(name) if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
 def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
+    remote = join(folder.rstrip("/"), split)
     if not is_remote(folder):
-        return {"local": join(folder, split), "remote": None}
-    return {"local": f"{cache}/{basename(folder)}/{split}", "remote": join(folder, split)}
+        return {"local": remote, "remote": None}
+    return {"local": f"{cache}/{basename(folder.rstrip('/'))}/{split}", "remote": remote}
 
 
 def data_problems(data: DataConfig, global_batch_size: int, later: Sequence[PhaseDataConfig] = ()) -> KeyProblems:
@@ -198,7 +199,7 @@ def data_problems(data: DataConfig, global_batch_size: int, later: Sequence[Phas
         yield ["data.start_at"], "expected a time in batches (ba), rows (sp) or tokens (tok)"
 
 
-def cache_limit_problems(data: DataConfig, streams: Mapping[str, StreamConfig]) -> KeyProblems:
+def cache_limit_problems(data: DataConfig, streams: Mapping[str, RowStream]) -> KeyProblems:
     """Report streams without a remote beside some with one. `streams` are those of `data`, by their keys in the YAML."""
     local = [key for key, stream in streams.items() if stream.remote is None]
     for key in local if data.cache_limit is not None and len(local) < len(streams) else ():
@@ -208,14 +209,11 @@ def cache_limit_problems(data: DataConfig, streams: Mapping[str, StreamConfig]) 
 
 
 def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
-    advice = "; `data.folder: null` removes the value from `defaults:`"
-    if data.mix is not None:
-        yield ["data.mix", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
-    for split in ("train", "validation"):
-        stream = getattr(data, split)
-        expanded = _split_of(folder.rstrip("/"), data.cache, split)
-        if stream is not None and data.mix is None and stream != StreamConfig.model_validate(expanded):
-            yield [f"data.{split}", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
+    splits = {split: _split_of(folder, data.cache, split) for split in ("train", "validation")}
+    others = [split for split in splits if getattr(data, split) not in (None, StreamConfig(**splits[split]))]
+    for name in others if data.mix is None else ["mix"]:
+        message = f"can't be given beside data.folder: {folder}; `data.folder: null` removes the value from `defaults:`"
+        yield [f"data.{name}", "data.folder"], message
 
 
 def _folder_problems(data: DataConfig) -> KeyProblems:
@@ -228,62 +226,3 @@ def _folder_problems(data: DataConfig) -> KeyProblems:
         elif stream.remote is not None and normpath(stream.remote) == folder:
             yield [f"{key}.remote", f"{key}.local"], "is the local folder too: remove this key"
         folders.setdefault(folder, f"{key}.local")
-
-
-CONVERSION_RECORD = "conversion.json"
-"""File name of a conversion's record, which is written last: if it exists, the output is complete."""
-CONVERSION_STARTED = "conversion.started"
-"""Name of a file that exists in the output while a conversion is unfinished."""
-
-
-@dataclass(frozen=True)
-class StreamRecord:
-    """A conversion's record, the folder or bucket prefix that contains it, and its entry for a stream's split."""
-
-    folder: str
-    record: dict[str, Any]
-    split: dict[str, Any]
-
-    @property
-    def tokens_per_row(self) -> float:
-        """Average number of tokens in a row, excluding padding."""
-        return self.split["tokens"] / self.split["rows"]
-
-    @property
-    def segments_per_row(self) -> float:
-        """Average number of segments in a row. Those of `stream` span documents, and have half a row on average."""
-        kind = self.record.get("config", {}).get("segments", {}).get("kind")
-        return 2.0 if kind == "stream" else self.split.get("documents", 0) / self.split["rows"]
-
-
-def split_conversion_path(path: str) -> tuple[str, str]:
-    """Return a split's conversion folder and name: `s3://b/out/train` gives `s3://b/out` and `train`."""
-    path = path.rstrip("/")
-    return dirname(path) or ("" if is_remote(path) else "."), basename(path)
-
-
-def read_stream_record(stream: StreamConfig) -> StreamRecord | None:
-    """Read the conversion record of a stream from the parent folder of `local`, or else of `remote`.
-
-    Returns None if neither can be read, since training does not require the record.
-    """
-    for path in (stream.local, stream.remote):
-        if path is None:
-            continue
-        folder, name = split_conversion_path(path)
-        try:
-            record = json.loads(open_store(folder).read(CONVERSION_RECORD))
-            splits = record["splits"]
-            # A cache folder may have any name. If no split has its name, it caches the training split.
-            split = splits.get(name) or splits.get("train" if path == stream.local and stream.remote else name)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, UserError):
-            continue
-        if isinstance(split, dict):
-            return StreamRecord(folder, record, split)
-    return None
-
-
-def read_conversions(streams: Mapping[str, StreamConfig]) -> dict[str, StreamRecord]:
-    """Return the conversion records of the training streams that have one, by key."""
-    records = {key: read_stream_record(stream) for key, stream in streams.items()}
-    return {key: record for key, record in records.items() if record is not None}

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from biphasic.config.data import StreamRecord, split_conversion_path
 from biphasic.config.phase_inputs import PhaseInputs, phase_key, sources
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.streams import StreamRecord, split_conversion_path
 
 _MAX_REPEATED = 0.001
 """Share of an epoch's rows that may be repeated without a warning."""
@@ -31,10 +31,9 @@ def plan_datasets(
         lines.append(f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})")
     for each in sources(config.inputs):
         known, epoch_rows, tokens_per_row = {key: records[key] for key in each.streams if key in records}, None, None
-        shares = {key: getattr(stream, "proportion", 1.0) for key, stream in each.streams.items()}
-        if len(known) == len(shares):
+        if len(known) == len(each.streams):
             epoch_rows = each.data.epoch_rows or sum(record.split["rows"] for record in known.values())
-            tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in known.items())
+            tokens_per_row = sum((each.streams[key].proportion or 1.0) * known[key].tokens_per_row for key in known)
         of_source = rows[each.source] if len(rows) > 1 else _run_rows(config, batches, epoch_rows, tokens_per_row)
         canonical = each.data.num_canonical_nodes
         # A mix repeats rows by its draws.
@@ -46,7 +45,7 @@ def plan_datasets(
                     f"of {epoch_rows:,} rows twice, in place of others; with a divisor of the global batch "
                     f"({math.gcd(canonical, each.rows)}), none"
                 )
-        of_streams, about = _plan_streams(each, of_source, known, shares), config.max_duration.unit == "tok"
+        of_streams, about = _plan_streams(each, of_source, known), config.max_duration.unit == "tok"
         for dataset in of_streams:
             datasets.append(dataset)
             lines.append(_dataset_line(dataset, "about " * about, each.data.mix is not None))
@@ -73,12 +72,10 @@ def repeated_rows(rows: int, canonical_nodes: int, global_batch_size: int) -> in
     return sum(end - start == shortest for start, end in itertools.pairwise(bounds[: max(in_last_round, 0) + 1]))
 
 
-def _plan_streams(
-    source: PhaseInputs, rows: int | None, records: Mapping[str, StreamRecord], shares: Mapping[str, float]
-) -> Iterator[dict[str, Any]]:
+def _plan_streams(source: PhaseInputs, rows: int | None, records: dict[str, StreamRecord]) -> Iterator[dict[str, Any]]:
     """Yield how much a run reads of each stream of a source, of which it reads `rows` rows."""
     for key, stream in source.streams.items():
-        path, record, share = stream.remote or stream.local, records.get(key), shares[key]
+        path, record, share = stream.remote or stream.local, records.get(key), stream.proportion or 1.0
         dataset = {"key": key, "path": path, "proportion": share, "record": None, "rows": None, "tokens": None}
         dataset["run_rows"] = own = None if rows is None else round(rows * share)
         dataset |= {"run_tokens": None, "epochs": None}

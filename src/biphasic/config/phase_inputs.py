@@ -11,20 +11,17 @@ from posixpath import normpath
 from typing import Any
 
 from biphasic.config.base import KeyProblems
-from biphasic.config.data import DataConfig, PhaseDataConfig, StreamConfig, cache_limit_problems, data_problems
+from biphasic.config.data import DataConfig, PhaseDataConfig, cache_limit_problems, data_problems
 from biphasic.config.phases import Phase
+from biphasic.data.streams import RowStream
 from biphasic.durations import BatchShape
 
 
 @dataclass(frozen=True)
 class PhaseInputs:
-    """What a phase reads.
+    """What a phase reads: global batches of `rows` rows of `data`, which phase `source` is the first to read.
 
-    Attributes:
-        data: the training data.
-        source: index of the first phase that reads this data.
-        rows: number of rows in a global batch.
-        rope_theta: base of the rotary positions; None if no phase so far has changed it.
+    `rope_theta`: base of the rotary positions; None if no phase so far has changed it.
     """
 
     data: DataConfig
@@ -38,7 +35,7 @@ class PhaseInputs:
         return BatchShape(self.rows, self.data.sequence_length)
 
     @property
-    def streams(self) -> dict[str, StreamConfig]:
+    def streams(self) -> dict[str, RowStream]:
         """The streams of the data by their keys in the YAML."""
         above = f"{phase_key(self.source)}." if self.source else ""
         return {f"{above}{key}": stream for key, stream in self.data.streams.items()}

@@ -11,10 +11,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.data import StreamRecord
 from biphasic.config.data_plan import plan_datasets, rows_by_source
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.streams import StreamRecord
 from biphasic.durations import BatchShape, Duration
 from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, shard_ranks
 from biphasic.model.rope import rows_problem

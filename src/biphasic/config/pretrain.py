@@ -22,10 +22,11 @@ from biphasic.config.base import (
     Share,
     flatten,
 )
-from biphasic.config.data import DataConfig, StreamConfig, data_problems, expand_folder
+from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.phase_inputs import PhaseInputs, input_problems, inputs_differ, phase_inputs, phase_key, sources
 from biphasic.config.phases import ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
+from biphasic.data.streams import RowStream
 from biphasic.durations import BatchShapes, Duration
 from biphasic.storage import is_remote
 from biphasic.timeline import resolve_phases
@@ -214,12 +215,12 @@ class PretrainConfig(RunConfig):
         return phase_inputs(self.objective.phases, self.data, self.global_batch_size)
 
     @property
-    def streams(self) -> dict[str, StreamConfig]:
+    def streams(self) -> dict[str, RowStream]:
         """The training streams of all phases by YAML key."""
         return {key: stream for each in sources(self.inputs) for key, stream in each.streams.items()}
 
     @property
-    def splits(self) -> dict[str, StreamConfig]:
+    def splits(self) -> dict[str, RowStream]:
         """The training streams of all phases, and the validation split, by YAML key."""
         return {**self.data.splits, **self.streams}
 

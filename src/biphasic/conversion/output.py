@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED
-from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
 from biphasic.conversion.text_checks import merge_checks
@@ -35,6 +33,8 @@ from biphasic.conversion.work_units import (
 )
 from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.data.packing import token_dtype
+from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to

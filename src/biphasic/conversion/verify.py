@@ -12,7 +12,6 @@ import numpy as np
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import (
     CONVERSION_LOG,
@@ -21,11 +20,12 @@ from biphasic.conversion.output import (
     read_unit_records,
     require_record,
 )
-from biphasic.conversion.packing import mds_columns
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import describe_unread, inspect_files
 from biphasic.conversion.work_units import document_numbers_file, unit_record_file
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
+from biphasic.data.packing import mds_columns
+from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError, first_line
 from biphasic.limits import available_cores

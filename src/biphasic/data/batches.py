@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -15,13 +16,11 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from biphasic.config.phase_inputs import PhaseInputs, inputs_differ, sources
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streaming import Batch, RowDataset
-from biphasic.data.unpacking import unpacked_elsewhere
-from biphasic.durations import TrainingProgress
+from biphasic.data.streams import ReadingSettings, RowStream, opened_streams
+from biphasic.durations import BatchShape, TrainingProgress
 from biphasic.errors import UserError
-from biphasic.timeline import phase_at, resolve_phases
+from biphasic.timeline import ResolvedPhase, phase_at
 
 _BATCHES_AHEAD = 50
 """How many batches before the end of a phase the loader of the next phase's data is started."""
@@ -37,6 +36,20 @@ def advance(position: _Position, batches: int, rows: int, epoch_rows: int) -> _P
         epochs, batches = divmod(batches - left, epoch_rows // rows)
         epoch, row = epoch + 1 + epochs, 0
     return epoch, row + batches * rows
+
+
+@dataclass(frozen=True)
+class PhaseRows:
+    """What a phase reads: batches of `shape` from streams that phase `source` is the first to read, from `first_row` on."""
+
+    source: int
+    shape: BatchShape
+    streams: Mapping[str, RowStream]
+    reading: ReadingSettings
+    first_row: int
+
+
+_Build = Callable[[PhaseRows, int], DataLoader[Batch]]
 
 
 class _Source:
@@ -99,33 +112,31 @@ class TrainingBatches(Callback):
     `build` builds the loader of a phase's data for a number of rows per rank.
     """
 
-    def __init__(self, config: PretrainConfig, build: Callable[[PhaseInputs, int], DataLoader[Batch]]):
-        self._phases = resolve_phases(config.objective.phases, config.max_duration)
-        self._inputs = inputs = config.inputs
+    def __init__(self, phases: Sequence[ResolvedPhase], inputs: Sequence[PhaseRows], build: _Build):
+        self._phases, self._inputs = phases, inputs
         ranks = dist.get_world_size()
         self._sources = dict[int, _Source]()
-        for own in sources(inputs):
-            rows = math.gcd(*(each.rows for each in inputs if each.source == own.source))
+        for source in sorted({each.source for each in inputs}):
+            sizes = [each.shape.rows for each in inputs if each.source == source]
+            rows, largest, own = math.gcd(*sizes), max(sizes), inputs[source]
             loader = build(own, rows // ranks)
-            before = 0 if own.source else config.data.first_row(own.rows)
-            largest = max(each.rows for each in inputs if each.source == own.source)
             epoch_rows: int = loader.dataset.epoch_size  # pyright: ignore[reportAttributeAccessIssue]
             if epoch_rows < largest:
                 names = ", ".join(own.streams)
                 raise UserError(f"{names}: an epoch has {epoch_rows:,} rows, fewer than a global batch ({largest:,})")
-            start = divmod(before, epoch_rows // own.rows * own.rows)
-            self._sources[own.source] = _Source(loader, rows, start)
+            start = divmod(own.first_row, epoch_rows // sizes[0] * sizes[0])
+            self._sources[source] = _Source(loader, rows, start)
         self._starts = [0]
         self._reading: int | None = None
-        self.batch_size = inputs[0].rows // ranks
+        self.batch_size = inputs[0].shape.rows // ranks
         self.progress: Callable[[], TrainingProgress] = lambda: TrainingProgress(0, 0, 0, 0)
         """Returns the run's progress when a batch is requested."""
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch. Raises a TypeError if the phases' epochs have different lengths."""
-        if inputs_differ(self._inputs):
+        if len({(each.source, each.shape.rows) for each in self._inputs}) > 1:
             raise TypeError("the phases' epochs have different lengths")
-        return self._sources[0].dataset.epoch_size // self._inputs[0].rows
+        return self._sources[0].dataset.epoch_size // self._inputs[0].shape.rows
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches up to the end of the epoch, each with the counter of its masks."""
@@ -134,9 +145,9 @@ class TrainingBatches(Callback):
             span = phase_at(self._phases, now)
             self._starts += [now.batches] * (span.index + 1 - len(self._starts))
             positions, own = self._positions(now.batches), self._inputs[span.index]
-            if now.epochs < self._ended_epochs(positions):
+            if now.epochs < self.ended_epochs(now.batches):
                 return
-            batch = self._sources[own.source].read(positions[own.source], own.rows)
+            batch = self._sources[own.source].read(positions[own.source], own.shape.rows)
             # Also after a start that comes after the data's end.
             before = {each.source for each in self._inputs[: span.index]} if self._reading is None else {self._reading}
             for source in sorted(before - {own.source}):
@@ -147,8 +158,8 @@ class TrainingBatches(Callback):
             if ahead and now.in_unit(span.end.unit) + ahead >= span.end.value:
                 self._sources[following].open(positions[following])
             # In a mix, a row may occur several times in an epoch.
-            counter = positions[own.source][0] if own.data.mix is None else now.batches
-            yield {**batch, "counter": counter}
+            is_mix = any(stream.proportion is not None for stream in own.streams.values())
+            yield {**batch, "counter": now.batches if is_mix else positions[own.source][0]}
 
     def loader(self, source: int) -> DataLoader[Batch]:
         """Return the loader of the data that a phase is the first to read."""
@@ -156,19 +167,15 @@ class TrainingBatches(Callback):
 
     def ended_epochs(self, batches: int) -> int:
         """Return the number of epochs that have ended after this many batches, of all data together."""
-        return self._ended_epochs(self._positions(batches))
-
-    def _ended_epochs(self, positions: dict[int, _Position]) -> int:
-        return sum(position[0] - self._sources[source].start[0] for source, position in positions.items())
+        positions = self._positions(batches).items()
+        return sum(position[0] - self._sources[source].start[0] for source, position in positions)
 
     def _positions(self, batches: int) -> dict[int, _Position]:
         """Return for each data where its next batch begins after this many batches of the run."""
         positions = {index: source.start for index, source in self._sources.items()}
-        for phase, start in enumerate(self._starts):
-            end = self._starts[phase + 1] if phase + 1 < len(self._starts) else batches
-            own = self._inputs[phase]
+        for own, start, end in zip(self._inputs, self._starts, [*self._starts[1:], batches], strict=False):
             epoch_rows = self._sources[own.source].dataset.epoch_size
-            positions[own.source] = advance(positions[own.source], end - start, own.rows, epoch_rows)
+            positions[own.source] = advance(positions[own.source], end - start, own.shape.rows, epoch_rows)
         return positions
 
     def _leave(self, source: int, phase: int) -> None:
@@ -176,9 +183,8 @@ class TrainingBatches(Callback):
         self._sources[source].close()
         own = self._inputs[source]
         is_over = all(each.source != source for each in self._inputs[phase:])
-        if own.data.drop_cache and is_over and dist.get_local_rank() == 0:
-            for key, stream in own.streams.items():
-                stream = unpacked_elsewhere(key, stream, own.data.cache)
+        if own.reading.drop_cache and is_over and dist.get_local_rank() == 0:
+            for stream in opened_streams(own.streams)[0].values():
                 if stream.remote is not None:
                     shutil.rmtree(stream.local, ignore_errors=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.config.data import StreamConfig, read_stream_record
 from biphasic.data.mds_reader import ShardError, StoredRow, decode_rows, read_index, shard_file
+from biphasic.data.streams import RowStream, read_stream_record
 from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
 
@@ -22,7 +22,7 @@ _MOST_BESIDE, _MOST_HEADER = 300, 1000
 
 
 def row_reader(
-    key: str, stream: StreamConfig, index: Mapping[str, Any], length: int, vocab_size: int | None
+    key: str, stream: RowStream, index: Mapping[str, Any], length: int, vocab_size: int | None
 ) -> Callable[[Mapping[str, Any]], StoredRow]:
     """Decide how the rows of the stream with this key are read, from its index, which lists at least one shard.
 
@@ -44,9 +44,8 @@ def row_reader(
     types = ["int64", "int32", "uint16"] if array_type is None else [array_type]
     if stored_length is None:
         rows = sum(shard["samples"] for shard in shards)
-        size = sum(shard["raw_data"]["bytes"] for shard in shards) / rows - sum(
-            s or 4 for s in shards[0]["column_sizes"]
-        )
+        size = sum(shard["raw_data"]["bytes"] for shard in shards) / rows
+        size -= sum(column_size or 4 for column_size in shards[0]["column_sizes"])
         most = _MOST_BESIDE + _MOST_HEADER * len(shards) / rows
         stored_length = " or ".join(f"about {size / np.dtype(name).itemsize:,.0f} ({name})" for name in types)
         types = [name for name in types if 0 <= size - np.dtype(name).itemsize * length <= most]
@@ -72,9 +71,8 @@ def row_reader(
         if array_type is None:
             tokens = np.frombuffer(tokens, types[0])
             if size < 8 and tokens.any() and not tokens[1::2].any():
-                raise ShardError(
-                    f"{name} has {length // 2} ids of {2 * size} bytes, not data.sequence_length ({length})"
-                )
+                problem = f"has {length // 2} ids of {2 * size} bytes, not data.sequence_length ({length})"
+                raise ShardError(f"{name} {problem}")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             raise ShardError(f"{name} has token ids from {low} to {high}, but `tokenizer` has {vocab_size} tokens")
@@ -87,7 +85,7 @@ def row_reader(
 
 
 def stored_row_problems(
-    streams: Mapping[str, StreamConfig], lengths: Mapping[str, int], vocab_size: int | None, *, first_shards: bool
+    streams: Mapping[str, RowStream], lengths: Mapping[str, int], vocab_size: int | None, *, first_shards: bool
 ) -> list[str]:
     """Return why rows of `lengths` tokens, by key, can't be read from the streams: by columns, or others' first shards.
 

@@ -12,8 +12,8 @@ from streaming import Stream
 from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader, GCSDownloader
 
-from biphasic.config.data import CONVERSION_STARTED, MixedStreamConfig, StreamConfig, split_conversion_path
 from biphasic.data.mds_reader import INDEX, ShardError, shard_file
+from biphasic.data.streams import CONVERSION_STARTED, RowStream, split_conversion_path
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.storage import azure_account, file_hash, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
@@ -137,7 +137,7 @@ class CheckedStream(Stream):
             Path(f"{unpacked}.tmp").unlink(missing_ok=True)
 
 
-def open_stream(stream: StreamConfig) -> CheckedStream:
+def open_stream(stream: RowStream) -> CheckedStream:
     """Build Streaming's object for a stream without reading the data.
 
     Raises a UserError if the dataset is missing or unfinished, or this version of Streaming unpacks shards differently.
@@ -148,7 +148,7 @@ def open_stream(stream: StreamConfig) -> CheckedStream:
     return CheckedStream(
         local=stream.local,
         remote=stream.remote,
-        proportion=stream.proportion if isinstance(stream, MixedStreamConfig) else None,
+        proportion=stream.proportion,
         download_retry=_DOWNLOAD_ATTEMPTS,
         download_timeout=_DOWNLOAD_TIMEOUT,
     )
@@ -160,12 +160,12 @@ def check_hashes(stream: CheckedStream) -> None:
     stream.validate_hash = next(iter(shards[0]["hashes"]), None) if shards else None
 
 
-def index_hashes(streams: dict[str, StreamConfig]) -> dict[str, str]:
+def index_hashes(streams: dict[str, RowStream]) -> dict[str, str]:
     """Return the hash of each opened dataset's index. It lists all shards, so the same hash means the same rows."""
     return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
-def require_first_shard(stream: StreamConfig) -> None:
+def require_first_shard(stream: RowStream) -> None:
     """Read a dataset's index and first shard, and check the shard's hash. Raises a UserError if anything fails."""
     import xxhash
 
@@ -178,7 +178,7 @@ def require_first_shard(stream: StreamConfig) -> None:
         raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
 
 
-def require_shards(stream: StreamConfig) -> None:
+def require_shards(stream: RowStream) -> None:
     """Check that all shards of a dataset are stored with their sizes, and that the first one can be read.
 
     For data that is read later in a run. Raises a UserError if anything fails.
@@ -195,9 +195,8 @@ def require_shards(stream: StreamConfig) -> None:
             file_stored = stored.get(name) or store.stat(name)
         if file_stored is None or file_stored.bytes != size:
             problem = "is missing" if file_stored is None else f"has {file_stored.bytes:,} bytes instead of {size:,}"
-            raise UserError(
-                f"shard {dataset}/{name}: {problem}: restore it before the run, which would stop when it needs it"
-            )
+            advice = "restore it before the run, which would stop when it needs it"
+            raise UserError(f"shard {dataset}/{name}: {problem}: {advice}")
 
 
 def _files(dataset: str) -> list[dict[str, Any]]:
@@ -215,8 +214,8 @@ def _require_dataset(dataset: str, local: str) -> None:
             return
         is_unfinished = open_store(conversion).stat(CONVERSION_STARTED) is not None
     if is_unfinished:
-        advice = "run `biphasic verify` on it to see which work units are missing"
-        raise UserError(
-            f"{conversion}: its conversion is not finished; {advice}, and `biphasic convert` again to finish it"
+        advice = (
+            "run `biphasic verify` on it to see which work units are missing, and `biphasic convert` again to finish it"
         )
+        raise UserError(f"{conversion}: its conversion is not finished; {advice}")
     raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")

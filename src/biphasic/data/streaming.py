@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -17,13 +17,12 @@ from streaming.base.dataset import _ShardState
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.mds_reader import INDEX, ShardError
 from biphasic.data.row_format import row_reader
 from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
-from biphasic.data.unpacking import unpacked_elsewhere
+from biphasic.data.streams import ReadingSettings, RowStream, opened_streams
 from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.limits import require_short_temporary_folder
 from biphasic.storage import user_error
@@ -137,8 +136,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
 
 
 def build_loader(
-    config: DataConfig,
-    streams: dict[str, StreamConfig],
+    settings: ReadingSettings,
+    streams: Mapping[str, RowStream],
     batch_size: int,
     seed: int,
     *,
@@ -149,7 +148,7 @@ def build_loader(
     """Build the data loader for one rank's batches.
 
     Args:
-        config: the data of a phase, or the YAML's `data:` section.
+        settings: how the rows are read.
         streams: one split, or the streams of a mix, by their keys in the YAML.
         batch_size: rows per rank.
         seed: seed for shuffling.
@@ -163,26 +162,26 @@ def build_loader(
         ShardError: a shard can't be downloaded or is damaged, or a row doesn't fit. Raised while batches are read.
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
-    if config.num_workers:
+    if settings.num_workers:
         require_short_temporary_folder()
     wait_for_sizes_of_shared_memory()
-    streams = {key: unpacked_elsewhere(key, stream, config.cache) for key, stream in streams.items()}
+    streams = opened_streams(streams)[0]
     opened = [open_stream(stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
     # Without a remote, the stream's folder holds the data itself, and a cache limit would delete it.
-    limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
+    limit = settings.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
     try:
         with names_chosen_by_local_rank_0():
             dataset = RowDataset(
                 streams=opened,
-                epoch_size=config.epoch_rows if train else None,
+                epoch_size=settings.epoch_rows if train else None,
                 batch_size=batch_size,
                 shuffle=train,
                 shuffle_algo="py1e",
                 shuffle_seed=seed,
-                shuffle_block_size=config.shuffle_block_size,
-                num_canonical_nodes=config.num_canonical_nodes,
-                predownload=config.predownload,
+                shuffle_block_size=settings.shuffle_block_size,
+                num_canonical_nodes=settings.num_canonical_nodes,
+                predownload=settings.predownload,
             )
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_rank(error):
@@ -191,7 +190,7 @@ def build_loader(
     # As if a run on one node were resumed, whose order of rows any number of nodes can read. Otherwise Streaming would
     # start only on multiples and divisors of `num_canonical_nodes`.
     dataset.initial_physical_nodes = 1
-    canonical, ranks = config.num_canonical_nodes, dataset._parallel_rank_world.num_ranks
+    canonical, ranks = settings.num_canonical_nodes, dataset._parallel_rank_world.num_ranks
     if train and dataset.epoch_size < canonical:
         raise UserError(
             f"data.num_canonical_nodes: expected at most the number of rows in an epoch of {names}, {dataset.epoch_size:,}; "
@@ -202,17 +201,15 @@ def build_loader(
     in_turn = dataset.num_samples // canonical * canonical
     if not train and (batches is None or min(in_turn + 1, dataset.num_samples) <= batches * batch_size * ranks):
         dataset.num_canonical_nodes = 1
-    _set_row_readers(dataset, streams, config.sequence_length, vocab_size)
+    _set_readers(dataset, streams, settings.sequence_length, vocab_size)
     if limit is not None:
-        _require_room(limit, dataset, config.num_workers)
+        _require_room(limit, dataset, settings.num_workers)
         dataset.cache_limit = limit
     for stream in opened:
         check_hashes(stream)
     if train:
-        if len(dataset) < batch_size:
-            raise UserError(
-                f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
-            )
+        if (share := len(dataset)) < batch_size:
+            raise UserError(f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {share}")
         dataset.make_epoch_whole_batches()
     # With several canonical nodes, repeated rows aren't the last ones.
     loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else DataLoader
@@ -220,19 +217,17 @@ def build_loader(
         dataset,
         batch_size=batch_size,
         drop_last=train,
-        num_workers=config.num_workers,
+        num_workers=settings.num_workers,
         # Since Python 3.14 the default is another, whose processes don't share the flag of `handle_loader_signals`.
-        multiprocessing_context="fork" if config.num_workers else None,
+        multiprocessing_context="fork" if settings.num_workers else None,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
-        persistent_workers=config.num_workers > 0,
+        persistent_workers=settings.num_workers > 0,
         worker_init_fn=handle_loader_signals,
     )
 
 
-def _set_row_readers(
-    dataset: RowDataset, streams: dict[str, StreamConfig], length: int, vocab_size: int | None
-) -> None:
+def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: int, vocab_size: int | None) -> None:
     """Let the shards of each stream decode rows as its `row_reader` does."""
     for number, (key, stream) in enumerate(streams.items()):
         index = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))

@@ -124,10 +124,8 @@ class Tokenizer:
     @property
     def token_names(self) -> dict[str, str]:
         """Return the special tokens that the settings or a role name and the vocabulary has, by setting: `unk_token`, …"""
-        roles = {
-            f"{role}_token": self.tokenizer.id_to_token(id) for role, id in self.role_ids.items() if id is not None
-        }
-        names = {key: _token_name(value) for key, value in {**self.settings, **roles}.items() if key.endswith("_token")}
+        own = {f"{role}_token": self.tokenizer.id_to_token(id) for role, id in self.role_ids.items() if id is not None}
+        names = {key: _token_name(value) for key, value in {**self.settings, **own}.items() if key.endswith("_token")}
         return {key: name for key, name in names.items() if name and self.tokenizer.token_to_id(name) is not None}
 
     def save(self, folder: Path) -> None:
@@ -256,19 +254,24 @@ def _read(folder: Path, source: str) -> Tokenizer:
         name = _token_name(settings.get(f"{role}_token") or settings.get(_SUBSTITUTES.get(role, "")))
         ids[role] = None if name is None else tokenizer.token_to_id(name)
         if name is not None and ids[role] is None:
-            message = f"names {name!r} as its {role} token, but its vocabulary has no such token"
-            raise UserError(f"tokenizer {source}: {message}")
+            raise UserError(
+                f"tokenizer {source}: names {name!r} as its {role} token, but its vocabulary has no such token"
+            )
     pad, mask = ids["eos"] if ids["pad"] is None else ids["pad"], ids["mask"]
     if pad is None:
-        message = "has neither a pad nor an eos token; name one in its tokenizer_config.json"
-        raise UserError(f"tokenizer {source}: {message}")
+        raise UserError(
+            f"tokenizer {source}: has neither a pad nor an eos token; name one in its tokenizer_config.json"
+        )
     if mask is None:
         tokenizer.add_special_tokens([tokenizers.AddedToken(ADDED_MASK, special=True, normalized=False)])
         mask = tokenizer.token_to_id(ADDED_MASK)
         assert mask is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     content = json.loads(tokenizer.to_str())
-    unknown_id = _unknown_id(tokenizer, content["model"])
+    unknown_id = tokenizer.token_to_id(content["model"].get("unk_token") or "")
+    unknown_id = content["model"].get("unk_id") if unknown_id is None else unknown_id
+    # The conversion adds special tokens itself, without the post-processor.
+    hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
     tokenizer.encode_special_tokens = True
     return Tokenizer(
         tokenizer=tokenizer,
@@ -279,17 +282,12 @@ def _read(folder: Path, source: str) -> Tokenizer:
         bos_id=ids["bos"],
         eos_id=ids["eos"],
         special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad, mask) if id is not None})),
-        sha256=_sha256(content),
+        sha256=hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest(),
         settings=settings,
         dropout=dropout,
         unknown_id=unknown_id,
         drops_unknown=unknown_id is None and _leaves_text_out(content),
     )
-
-
-def _unknown_id(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
-    token_id = tokenizer.token_to_id(model.get("unk_token") or "")
-    return model.get("unk_id") if token_id is None else token_id
 
 
 def _leaves_text_out(content: dict[str, Any]) -> bool:
@@ -302,12 +300,6 @@ def _token_name(token: object) -> str | None:
     """Return the text of a token that a configuration gives as text or as a dictionary with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return None if content is None or isinstance(content, bool) else str(content)  # `add_bos_token` names none
-
-
-def _sha256(content: dict[str, Any]) -> str:
-    # The conversion adds special tokens itself, without the post-processor.
-    hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def _json(file: Path, source: str) -> dict[str, Any]:

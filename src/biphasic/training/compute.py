@@ -16,8 +16,8 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig, PretrainConfig
+from biphasic.data.streams import StreamRecord
 from biphasic.devices import require_compiler
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention

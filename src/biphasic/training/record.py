@@ -11,11 +11,11 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.config.data import StreamRecord
+from biphasic.config.conversion_checks import row_problems
 from biphasic.config.load import dump
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.conversion_checks import row_problems
+from biphasic.data.streams import StreamRecord
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.durations import TrainingProgress
 from biphasic.errors import UserError

@@ -25,10 +25,10 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
 from biphasic.amounts import format_bytes
-from biphasic.config.data import DataConfig
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streaming import Batch, RowDataset, collate
+from biphasic.data.streams import ReadingSettings
 from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.model import backbone, losses
@@ -187,7 +187,7 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     yield mock.patch.object(compute, "require_compiler")
     replaced = {
-        "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(data, rows),
+        "build_language_model": on_gpu, "build_loader": lambda reading, streams, rows, *_, **__: _Loader(reading, rows),
         "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "read_conversions": lambda *_: {},
         "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
@@ -200,8 +200,8 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
 class _Loader:
     """A loader of rows with documents of random lengths. Some rows end with padding."""
 
-    def __init__(self, data: DataConfig, rows: int):
-        self.data, self.batch_size, self._iterator = data, rows, None
+    def __init__(self, reading: ReadingSettings, rows: int):
+        self.reading, self.batch_size, self._iterator = reading, rows, None
         self.dataset = mock.Mock(spec=RowDataset, epoch_size=1 << 40)
         self.microbatch: int | None = None
         """Number of rows in a microbatch; None until it has been measured."""
@@ -210,7 +210,7 @@ class _Loader:
         return 1 << 30
 
     def __iter__(self) -> Iterator[Batch]:
-        random, length = np.random.default_rng(0), self.data.sequence_length
+        random, length = np.random.default_rng(0), self.reading.sequence_length
         rows = min(self.batch_size, MICROBATCHES * (self.microbatch or self.batch_size))
         for _ in range(len(self)):
             yield collate([{"tokens": np.ones(length, np.uint16), "lengths": _lengths(random, length), "row_id": row}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.conversion_checks import RowChecks, check_rows
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.conversion_checks import RowChecks, check_rows
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import ConfigError
 from helpers.decoders import saved_decoder

@@ -8,13 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import INDEX
 from biphasic.data.row_format import stored_row_problems
+from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.data.unpacking import opened_splits
 from biphasic.errors import UserError
 from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
@@ -105,14 +104,12 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     source = config.model.init_from
     if source is not None and is_local_path(source) and not os.path.exists(source):
         add_missing(f"model.init_from {source}: there is no such checkpoint or folder", is_made_by_jobs(source))
-    conversions = {
-        key: stream for key, stream in read_conversions(config.streams).items() if "tokenizer" in stream.record
-    }
+    conversions = {key: each for key, each in read_conversions(config.streams).items() if "tokenizer" in each.record}
     checks.problems += row_problems(config, conversions, tokenizer)
     if source is not None and is_folder(source) and (warning := bos_warning(source, conversions)):
         checks.warnings.append(warning)
     checks.vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    checks.warnings += opened_splits(config)[1]
+    checks.warnings += opened_streams(config.splits)[1]
     checks.problems += stored_row_problems(config.splits, config.row_lengths, checks.vocab_size, first_shards=False)
     architecture = architecture_of(config.model)
     sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
