@@ -38,11 +38,11 @@ RUN pip install --no-cache-dir "$(grep '^uv==' requirements.lock)" \
     && export UV_NO_CACHE=1 VIRTUAL_ENV=/opt/venv \
     && if [ -z "$TORCH_BACKEND" ]; then \
         uv pip sync --compile-bytecode requirements.lock \
-        && uv pip install --compile-bytecode --constraints requirements.lock --requirements pyproject.toml --extra gpu; \
+        && uv pip install --compile-bytecode --constraints requirements.lock --requirements pyproject.toml --extra all --extra gpu; \
     else \
         grep -vE '^(torch|torchvision|triton|cuda-.*|nvidia-.*)==' requirements.lock >/tmp/others.txt \
         && UV_TORCH_BACKEND=$TORCH_BACKEND uv pip install --compile-bytecode --constraints /tmp/others.txt \
-            --requirements /tmp/others.txt --requirements pyproject.toml; \
+            --requirements /tmp/others.txt --requirements pyproject.toml --extra all; \
     fi
 COPY --chown=biphasic:biphasic . .
 RUN uv pip install --no-cache --python /opt/venv/bin/python --no-deps --no-build-isolation --editable . \

@@ -86,7 +86,7 @@ $(OLDEST)/.ready: requirements.lock requirements.in pyproject.toml Makefile | en
 	@# The compiler of requirements prefers what its output lists already.
 	@cp requirements.lock $(OLDEST)/oldest.lock
 	@$(BIN)/uv pip compile --quiet --python-version 3.12 --no-header --no-annotate --override $(OLDEST)/oldest.txt \
-		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file $(OLDEST)/oldest.lock \
+		--extra all --extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file $(OLDEST)/oldest.lock \
 		>$(OLDEST)/install.log 2>&1 || $(call stop,can't resolve the oldest versions,$(OLDEST)/install.log,test-oldest)
 	@$(BIN)/uv pip sync --quiet --compile-bytecode --python $(OLDEST)/bin/python $(OLDEST)/oldest.lock \
 		>$(OLDEST)/install.log 2>&1 || $(call stop,can't install the oldest versions,$(OLDEST)/install.log,test-oldest)
@@ -210,7 +210,7 @@ endif
 # Resolves again; needed when pyproject.toml changes. UPGRADE=1 takes the newest versions that it allows (docs/versions.md).
 lock: env
 	$(COMPILE) $(if $(UPGRADE),--upgrade) \
-		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
+		--extra all --extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
 
 clean:
 	rm -rf $(VENV) $(OLDEST)

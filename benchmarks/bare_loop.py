@@ -24,7 +24,7 @@ from torch import Tensor
 from biphasic.config.load import load_job
 from biphasic.config.phases import MLMPhase
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.model.backbone import build_language_model
+from biphasic.initial_model import build_language_model
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
@@ -92,7 +92,7 @@ def _objective(
     config: PretrainConfig, batch: dict[str, Any], vocabulary: Vocabulary, seed: int, step: int
 ) -> tuple[bool, Tensor, Tensor]:
     """Whether attention is causal; inputs and targets."""
-    tokens, segment_ids = batch["tokens"], batch["segment_ids"]
+    tokens, segment_ids = batch["input_ids"], batch["segment_ids"]
     first, second = config.objective.phases
     assert first.until is not None and isinstance(second, MLMPhase) and isinstance(second.masking_ratio, float)
     if step < first.until.value:

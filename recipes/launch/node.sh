@@ -108,7 +108,7 @@ finish() {
 }
 
 launch() {
-    python "$here/launcher.py" "${arguments[@]}" "$@" &
+    python "$here/../../src/biphasic/launcher.py" "${arguments[@]}" "$@" &
     launcher=$!
     # A signal may have come before there was a number to send it to.
     if [[ -n $told ]]; then tell_ranks "$told"; fi

@@ -25,7 +25,7 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
-from biphasic.conversion.packing import document_number, validation_end
+from biphasic.data.packing import document_number, validation_end
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes, open_store, parquet_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -176,3 +176,18 @@ class BatchShapes:
         """Return the progress at the start of a batch in the first epoch."""
         start, shape, left = self._part_of(Duration(batches, "ba"))
         return start.after(left, shape)
+
+
+def recorded_shapes(config: Mapping[str, Any]) -> list[BatchShape]:
+    """Return the size of each phase's batches, from a run's recorded configuration."""
+    rows, length, shapes = config["global_batch_size"], config["data"]["sequence_length"], list[BatchShape]()
+    for phase in config["objective"]["phases"]:
+        rows = phase.get("global_batch_size") or rows
+        length = (phase.get("data") or {}).get("sequence_length") or length
+        shapes.append(BatchShape(rows, length))
+    return shapes
+
+
+def longest_row(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens in the longest row of any phase, from a run's recorded configuration."""
+    return max(shape.row_length for shape in recorded_shapes(config))

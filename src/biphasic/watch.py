@@ -34,7 +34,7 @@ from biphasic.training.metrics_file import SCORES
 POLL_SECONDS = 30.0
 NICENESS = 19
 """Of trials, so that they yield to a run on the same machine."""
-_TRIAL = (sys.executable, "-m", "biphasic.finetuning")
+_TRIAL = (sys.executable, "-m", "biphasic.main")
 
 
 def due_batches(complete: Collection[int], scored: Collection[int], every: int, end: int | None) -> list[int]:

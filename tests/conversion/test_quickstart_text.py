@@ -17,9 +17,9 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
-from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.train_tokenizer import train_tokenizer
 from biphasic.conversion.verify import verify
+from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.evaluation.sets import read_set
 

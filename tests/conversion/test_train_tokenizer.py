@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from biphasic.commands import main
-from biphasic.conversion.packing import document_number, validation_end
+from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from helpers.texts import sentences, write_parquet
 

@@ -10,11 +10,11 @@ import pytest
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import validation
 from biphasic.conversion.convert import convert, inspect_sources
-from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.plan import plan_conversion
 from biphasic.conversion.train_tokenizer import train_tokenizer
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.verify import verify
+from biphasic.data.packing import document_number, validation_end
 from biphasic.errors import UserError
 from helpers.outputs import same_bytes
 from helpers.texts import sentences, write_parquet

@@ -20,13 +20,13 @@ from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert, inspect_sources
 from biphasic.conversion.output import count_repeated
-from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.verify import verify
 from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_work_units
 from biphasic.conversion.worker import convert_unit, encode_texts
+from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import LOCK_FILE

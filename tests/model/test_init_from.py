@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.initial_model import build_language_model
 from biphasic.model import attention
 from biphasic.model import backbone as backbone_module
-from biphasic.model.backbone import build_language_model, load_language_model
+from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments

@@ -14,8 +14,7 @@ from biphasic.model import kernels
 from biphasic.model.attention import attention_arguments
 from biphasic.model.kernels import KERNELS, avoid_plans, select_kernels, try_attention
 from biphasic.model.segments import Segments
-from biphasic.objectives.clm import clm_targets
-from biphasic.training.step import PreparedBatch
+from biphasic.objectives.batch import segments_of
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 
 CPU = torch.device("cpu")
@@ -179,10 +178,7 @@ def test_an_epoch_has_few_shapes(rows: int) -> None:
             while (left := length - sum(row)) > 30:  # the rest is padding
                 row.append(min(left, max(16, int(600 * torch.randn((), generator=generator).exp()))))
             lengths.append(row)
-        batch = PreparedBatch(
-            "clm", 0, True, inputs, clm_targets(inputs, inputs), inputs[:, 0], lengths, inputs[0, 0], rows, inputs[0, 0]
-        )  # fmt: skip
-        segments = batch.segments
+        segments = segments_of({"input_ids": inputs, "lengths": lengths})
         counts.add(len(segments.lengths))
         shapes.add((segments.cu_seqlens.numel(), segments.position_ids.numel(), segments.max_seqlen))
         assert segments.cu_seqlens[len(segments.lengths) :].unique().tolist() == [rows * length]

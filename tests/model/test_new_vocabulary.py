@@ -14,7 +14,8 @@ from biphasic.config.load import load
 from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import ConfigError, UserError
-from biphasic.model.backbone import build_language_model, load_language_model
+from biphasic.initial_model import build_language_model
+from biphasic.model.backbone import load_language_model
 from biphasic.model.language_model import LanguageModel
 from conftest import Write
 from helpers.decoders import saved_decoder

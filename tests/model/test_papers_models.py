@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoTokenizer
 from biphasic.config.model import ModelConfig
 from biphasic.export.run import export_initial
 from biphasic.finetuning.trial import run_trial
-from biphasic.model.backbone import build_language_model, load_language_model
+from biphasic.initial_model import build_language_model
+from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.segments import Segments
 from helpers.papers_models import EPS, HEADS, KV_HEADS, LAYERS, THETA, WIDTH, weights_of, write_model

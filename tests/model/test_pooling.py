@@ -20,13 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig
 
 from biphasic.commands import main
-from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import score
 from biphasic.evaluation.sets import retrieval_task
+from biphasic.model.architecture import PoolingMode
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings

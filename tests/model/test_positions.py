@@ -14,9 +14,9 @@ from torch import Tensor
 from biphasic.config.model import ModelConfig
 from biphasic.config.plan import plan
 from biphasic.errors import UserError
+from biphasic.initial_model import build_language_model
 from biphasic.model import attention
 from biphasic.model import backbone as backbone_module
-from biphasic.model.backbone import build_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments

@@ -21,8 +21,9 @@ from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
+from biphasic.objectives.batch import Batch, step_of
 from biphasic.training.metrics_file import read_metrics
-from biphasic.training.step import ObjectiveSchedule, PreparedBatch
+from biphasic.training.switch import ObjectiveSwitch
 from helpers.decoders import saved_decoder
 from helpers.texts import sentences, write_kind, write_parquet, write_tokenizer
 from helpers.tiny import LENGTH, ROOT, SIZE, losses, train, write_rows
@@ -117,30 +118,31 @@ def test_a_decoder_with_a_tokenizer_of_one_s_own(tmp_path: Path, monkeypatch: py
     )  # fmt: skip
     assert isinstance(conversion, ConvertConfig)
     convert(conversion)
-    batches, prepare = list[PreparedBatch](), ObjectiveSchedule.prepare
+    batches, prepare = list[Batch](), ObjectiveSwitch.prepare
 
-    def recorded(*given: Any, **named: Any) -> PreparedBatch:
+    def recorded(*given: Any, **named: Any) -> Batch:
         batches.append(prepare(*given, **named))
         return batches[-1]
 
-    def counts_of(batch: PreparedBatch) -> tuple[int, int]:
+    def counts_of(batch: Batch) -> tuple[int, int]:
         """Return the number of targets, and of bytes of their text."""
-        targets = batch.targets[batch.targets >= 0].tolist()
+        targets = batch["labels"][batch["labels"] >= 0].tolist()
         return len(targets), sum(len(own.tokenizer.decode([target]).encode()) for target in targets)
 
-    monkeypatch.setattr(ObjectiveSchedule, "prepare", recorded)
+    monkeypatch.setattr(ObjectiveSwitch, "prepare", recorded)
     config = small("continue_decoder", tmp_path, decoder, tmp_path / "data", **{
         "model.new_vocabulary": "overlap", "objective.phases": "[{name: clm, until: 3ba}, {name: mlm, masking_ratio: 0.4}]",
         "evaluation.batches": 2, "microbatch_size": 4,
     })  # fmt: skip
     folder = train(config)
     lines = read_metrics(folder / "metrics.jsonl")
-    trained = [batch for batch in batches if batch.phase is not None]
+    trained = [batch for batch in batches if step_of(batch).phase is not None]
     for line, batch in zip(lines, trained, strict=True):
-        (count, size), key = counts_of(batch), f"loss/train/{batch.objective}"
+        (count, size), key = counts_of(batch), f"loss/train/{step_of(batch).objective.name}"
         assert line[f"{key}_bits_per_byte"] == pytest.approx(line[key] * count / math.log(2) / size, rel=1e-5)
     for objective in ("clm", "mlm"):
-        counts = [counts_of(batch) for batch in batches if batch.phase is None and batch.objective == objective]
+        validated = [batch for batch in batches if step_of(batch).phase is None]
+        counts = [counts_of(batch) for batch in validated if step_of(batch).objective.name == objective]
         count, size = (sum(values) for values in zip(*counts, strict=True))
         assert len(counts) == 2 and size > count
         expected = lines[-1][f"metrics/{objective}/loss"] * count / math.log(2) / size

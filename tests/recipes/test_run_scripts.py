@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load_job
-from biphasic.conversion.packing import document_number, validation_end
+from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from helpers.decoders import saved_decoder
 from helpers.hub_server import Repository, serve_hub

@@ -11,7 +11,7 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
-from biphasic.conversion.packing import document_number, validation_end
+from biphasic.data.packing import document_number, validation_end
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from helpers.tiny import ROOT

@@ -266,7 +266,7 @@ def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: P
     command = [str(shutil.which("nohup")), sys.executable, "-c", code]
     study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert study.stdout is not None
-    assert study.stdout.readline().strip() == f"arguments ['-n', '2', '{ROOT}/src/main.py', 'run.yaml']"
+    assert study.stdout.readline().strip() == "arguments ['-n', '2', '-m', 'biphasic.main', 'run.yaml']"
     assert study.stdout.readline() == "up\n"
     study.send_signal(signal.SIGHUP)  # ignored, because of nohup
     with pytest.raises(subprocess.TimeoutExpired):

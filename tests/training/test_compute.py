@@ -14,16 +14,17 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from biphasic.config.data import StreamRecord
 from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig
+from biphasic.data.streams import StreamRecord
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
 from biphasic.model.architecture import PRESETS
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.language_model import from_hf_config, llama_config
+from biphasic.objectives.batch import Batch, step_of
 from biphasic.training import compute
 from biphasic.training.compute import configure_compute
-from biphasic.training.step import PreparedBatch, PretrainModel
+from biphasic.training.step import PretrainModel
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from helpers.decoders import saved_decoder
@@ -213,7 +214,7 @@ def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypa
     rows: list[int] = []
     fill = compute.MicrobatchSize._batch
 
-    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> Batch:
         rows.append(count)
         return fill(self, state, length, count, causal)
 
@@ -232,13 +233,13 @@ def test_a_microbatch_that_ran_out_of_memory_is_smaller_at_the_next_start(
     trained: list[int] = []
     fill, forward, fails = compute.MicrobatchSize._batch, PretrainModel.forward, True
 
-    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> Batch:
         rows.append(count)
         return fill(self, state, length, count, causal)
 
-    def fill_memory(self: PretrainModel, batch: PreparedBatch) -> Any:
-        if batch.phase is not None:
-            trained.append(len(batch.lengths))
+    def fill_memory(self: PretrainModel, batch: Batch) -> Any:
+        if step_of(batch).phase is not None:
+            trained.append(len(batch["lengths"]))
             if fails and len(trained) > 5:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return forward(self, batch)
@@ -300,9 +301,9 @@ def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:
     records = {key: StreamRecord("", {}, split) for key in ("data.train", "objective.phases.2.data.train")}
     records["objective.phases.2.data.train"] = StreamRecord("", {}, {**split, "documents": 50})
     size = compute.MicrobatchSize(config, records)
-    assert size._batch(state, 10, 2, True).lengths == [[2, 2, 2, 2, 2]] * 2
-    assert size._batch(state, 12, 1, True).lengths == [[12]]
-    assert size._batch(state, 4, 1, True).lengths == [[1, 1, 1, 1]]
+    assert size._batch(state, 10, 2, True)["lengths"] == [[2, 2, 2, 2, 2]] * 2
+    assert size._batch(state, 12, 1, True)["lengths"] == [[12]]
+    assert size._batch(state, 4, 1, True)["lengths"] == [[1, 1, 1, 1]]
 
 
 def test_the_measurement_computes_as_in_training(
@@ -315,7 +316,7 @@ def test_the_measurement_computes_as_in_training(
     fill, apply = compute.MicrobatchSize._batch, compute.MicrobatchSize.apply
     checkpoint: Any = layers.checkpoint
 
-    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> Batch:
         rows.append(count)
         assert all(module.training for module in state.model.modules()) and torch.is_grad_enabled()
         return fill(self, state, length, count, causal)

@@ -15,6 +15,7 @@ from composer.loggers import Logger
 from biphasic.config.model import architecture_of
 from biphasic.devices import peak_flops
 from biphasic.model.architecture import PRESETS
+from biphasic.objectives.batch import step_of
 from biphasic.training import meters, recipe
 from biphasic.training.meters import Meters
 from biphasic.training.metrics_file import read_metrics
@@ -91,8 +92,8 @@ def test_flops_are_counted_from_segments_and_targets(write_yaml: Write, monkeypa
     def spy(self: Meters, state: State, logger: Logger) -> None:
         after(self, state, logger)
         batch: Any = state.batch
-        counted.append((batch.objective, self._flops))
-        shapes.append((batch.lengths, int((batch.targets >= 0).sum())))
+        counted.append((step_of(batch).objective.name, self._flops))
+        shapes.append((batch["lengths"], int((batch["labels"] >= 0).sum())))
 
     monkeypatch.setattr(Meters, "after_train_batch", spy)
     config = config_of(write_yaml(max_duration="8ba", schedule={}, checkpoint__interval="100ba"))

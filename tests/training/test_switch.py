@@ -15,7 +15,7 @@ from biphasic.config.plan import plan
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.training.metrics_file import read_metrics
-from biphasic.training.step import ObjectiveSchedule
+from biphasic.training.switch import ObjectiveSwitch
 from conftest import Write
 from helpers.tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 
@@ -176,14 +176,14 @@ def test_validation_doesn_t_depend_on_the_phase(
 
     Each reads every row of the split once.
     """
-    prepare, validated = ObjectiveSchedule.prepare, list[int]()
+    prepare, validated = ObjectiveSwitch.prepare, list[int]()
 
-    def record(self: ObjectiveSchedule, batch: Batch, phase: Any, index: int | None, *rest: Any, **keys: Any) -> Any:
+    def record(self: ObjectiveSwitch, batch: Batch, phase: Any, index: int | None, *rest: Any, **keys: Any) -> Any:
         if index is None:
             validated.extend(batch["row_ids"].tolist())
         return prepare(self, batch, phase, index, *rest, **keys)
 
-    monkeypatch.setattr(ObjectiveSchedule, "prepare", record)
+    monkeypatch.setattr(ObjectiveSwitch, "prepare", record)
 
     def validate(name: str, **changes: Any) -> list[dict[str, Any]]:
         path = write_yaml(

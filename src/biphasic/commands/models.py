@@ -1,4 +1,4 @@
-"""The commands that merge checkpoints, export a model or apply one to text: merge, export, predict, mine."""
+"""The commands that check, merge and export models, or apply one to text: check-attention, merge, export, predict, mine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,35 @@ if TYPE_CHECKING:
 _TEXTS_AT_ONCE = 10_000
 """Number of texts to embed between writes."""
 _IN_FOLDER, _TO_HUB = "in the exported folder", "to the hub"
+
+
+@command(
+    "show whether a model sees the future, other segments or padding",
+    argument("model", metavar="MODEL", help="a Hugging Face folder or hub id"),
+    argument(
+        "--require",
+        action="append",
+        default=[],
+        choices=("causal", "bidirectional", "segments", "padding"),
+        help="status 1 unless this holds; repeatable",
+    ),
+    argument("--attention", metavar="NAME", help="transformers' attention function, e.g. eager; default: the model's"),
+    argument("--trust-remote-code", action="store_true", help="allow the model to run its own Python files"),
+)
+def check_attention(options: Namespace) -> int:
+    """Show whether a model's outputs depend on the future, other segments, or padding: biphasic check-attention MODEL
+
+    Each way to ask for attention is a row: masks, positions that begin anew, and Biphasic's own.
+    """
+    from biphasic.model.attention_check import check_attention, load_for_check
+
+    model = load_for_check(options.model, options.attention, options.trust_remote_code)
+    try:
+        print(check_attention(model, options.require))
+    except ValueError as error:
+        print(error)
+        return 1
+    return 0
 
 
 @command(

@@ -43,7 +43,7 @@ def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Nam
     """
 
     def register(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-        COMMANDS[run.__name__] = Command(line, arguments, run)
+        COMMANDS[run.__name__.replace("_", "-")] = Command(line, arguments, run)
         return run
 
     return register

@@ -9,9 +9,7 @@ from pydantic import Field
 
 from biphasic.config.base import Bytes, KeyProblems, LocalPath, Names, Positive, RunConfig, Size, distinct, matching
 from biphasic.config.finetune import EncoderConfig
-
-PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
-"""Supported pooling modes of sentence-transformers."""
+from biphasic.model.architecture import PoolingMode
 
 
 class EvaluatedModel(EncoderConfig):

@@ -5,10 +5,9 @@ A phase that doesn't name one of them has that of the phase before, and the firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from posixpath import normpath
-from typing import Any
 
 from biphasic.config.base import KeyProblems
 from biphasic.config.data import DataConfig, PhaseDataConfig, cache_limit_problems, data_problems
@@ -70,21 +69,6 @@ def sources(inputs: Sequence[PhaseInputs]) -> list[PhaseInputs]:
 def inputs_differ(inputs: Sequence[PhaseInputs]) -> bool:
     """Return whether phases differ in data or batch size, so that their epochs have different lengths."""
     return len({(each.source, each.rows) for each in inputs}) > 1
-
-
-def recorded_shapes(config: Mapping[str, Any]) -> list[BatchShape]:
-    """Return the size of each phase's batches, from a run's recorded configuration."""
-    rows, length, shapes = config["global_batch_size"], config["data"]["sequence_length"], list[BatchShape]()
-    for phase in config["objective"]["phases"]:
-        rows = phase.get("global_batch_size") or rows
-        length = (phase.get("data") or {}).get("sequence_length") or length
-        shapes.append(BatchShape(rows, length))
-    return shapes
-
-
-def longest_row(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens in the longest row of any phase, from a run's recorded configuration."""
-    return max(shape.row_length for shape in recorded_shapes(config))
 
 
 def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks: int) -> KeyProblems:

@@ -14,7 +14,6 @@ from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
 from biphasic.conversion.convert import inspect_sources, sample_documents
-from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import FILTERED, Document
 from biphasic.conversion.sources import describe_unread
 from biphasic.conversion.text_checks import TextChecks, text_warnings, tokenizer_remarks
@@ -22,6 +21,7 @@ from biphasic.conversion.tokenizer_check import require_same_encoding
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
+from biphasic.data.packing import token_dtype
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.limits import available_cores

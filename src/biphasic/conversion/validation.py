@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.reading import Document, Skipped, read_documents
 from biphasic.conversion.source_files import TEXT_KINDS, DamagedFileError, kind_of
 from biphasic.conversion.sources import FileLayout
+from biphasic.data.packing import document_number, validation_end
 from biphasic.errors import UserError
 
 _COUNTED_ENTRIES, _COUNTED_BYTES = 10_000, 1 << 24

@@ -23,9 +23,9 @@ from itertools import groupby
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.packing import validation_end
 from biphasic.conversion.source_files import SourceFile, compression_of
 from biphasic.conversion.sources import FileLayout
+from biphasic.data.packing import validation_end
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.grouping import groups_up_to
 

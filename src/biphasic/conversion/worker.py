@@ -15,16 +15,6 @@ from typing import Any
 import numpy as np
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.packing import (
-    DocumentPacker,
-    Row,
-    StreamCutter,
-    Tokens,
-    document_number,
-    mds_columns,
-    padded,
-    token_dtype,
-)
 from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
 from biphasic.conversion.text_checks import TextChecks
 from biphasic.conversion.work_units import (
@@ -35,6 +25,16 @@ from biphasic.conversion.work_units import (
     unit_record_file,
 )
 from biphasic.data.mds_reader import shard_file
+from biphasic.data.packing import (
+    DocumentPacker,
+    Row,
+    StreamCutter,
+    Tokens,
+    document_number,
+    mds_columns,
+    padded,
+    token_dtype,
+)
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to

@@ -194,7 +194,7 @@ def pack(
     packer, rows = DocumentPacker(length, window), list[Row]()
     for document in documents:
         rows += packer.add(np.asarray(document, dtype=np.uint32))
-    packed = list[dict[str, Tensor]]()
+    packed: list[dict[str, Tensor]] = []
     for row in [*rows, *packer.finish()]:
         segment_ids = np.zeros(length, dtype=np.int64)
         segment_ids[: len(row.tokens)] = np.repeat(np.arange(1, len(row.lengths) + 1), row.lengths)

@@ -12,8 +12,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Template
 
 from biphasic.config.model_names import model_name
-from biphasic.config.phase_inputs import longest_row, recorded_shapes
-from biphasic.durations import BatchShape
+from biphasic.durations import BatchShape, longest_row, recorded_shapes
 from biphasic.export.folder import hub_id, parse_card, quote_numbers
 
 _CARD = Template(

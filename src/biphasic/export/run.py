@@ -16,7 +16,8 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
 from biphasic.export.write import Weights, require_free, write_folder
-from biphasic.model.backbone import build_language_model, hf_config_from_json
+from biphasic.initial_model import build_language_model
+from biphasic.model.backbone import hf_config_from_json
 from biphasic.model.checkpoint import read_record
 from biphasic.model.encoder import TextTokenizer, trained_text_tokenizer
 from biphasic.model.pooling import SentenceSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def _pairs(length: int, causal: bool, window: int) -> int:
     return earlier if causal else 2 * earlier - length
 
 
+PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
+"""Supported pooling modes of sentence-transformers."""
 RANKS_OF_A_MACHINE = 8
 """What a plan assumes where nothing says how many GPUs a machine has."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from biphasic.errors import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.model.packing_probe import packed_attention
 from biphasic.quiet import without_warnings
 
@@ -128,6 +128,24 @@ def check_attention(model: Any, require: str | Sequence[str] = ()) -> AttentionR
     if missed := [f"{name} ({', '.join(c.way for c in faults[name])})" for name in required if faults[name]]:
         raise ValueError(f"{type(model).__name__}: required, but not so: {'; '.join(missed)}\n{report}")
     return report
+
+
+def load_for_check(path: str, attention: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the model of a Hugging Face folder or hub id, with the head that its configuration names, on the CPU.
+
+    `attention` is transformers' name of an attention function. Default: the model's own. Raises a UserError if the model
+    can't be loaded.
+    """
+    import transformers
+
+    try:
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        config = transformers.AutoConfig.from_pretrained(path, **options)
+        name = (getattr(config, "architectures", None) or [""])[0]
+        kind = getattr(transformers, name, transformers.AutoModel)
+        return kind.from_pretrained(path, **options, **({"attn_implementation": attention} if attention else {}))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(f"model {path}: can't be loaded ({first_line(error)})") from None
 
 
 def _checks(model: Any) -> Iterator[AttentionCheck]:

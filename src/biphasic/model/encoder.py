@@ -14,8 +14,8 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from biphasic.config.phase_inputs import longest_row
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.durations import longest_row
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention

@@ -10,7 +10,6 @@ from composer.utils import dist
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint, read_record
@@ -20,21 +19,20 @@ _TEXTS, _TEXT_TOKENS = 500, 8
 """Number of texts that two tokenizers are compared on, and of tokens that one is made of."""
 
 
-def fit_vocabulary(model: LanguageModel, config: ModelConfig, new: Tokenizer) -> None:
-    """Rebuild embedding and head of the model of `config.init_from` for a new tokenizer if configured, else enlarge them.
+def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild: bool) -> None:
+    """Rebuild embedding and head of the model from `place` for a new tokenizer with `rebuild`, else enlarge them.
 
     Raises:
         UserError: `new_vocabulary` is missing or not needed, or is given and the model's tokenizer can't be read.
     """
-    place = str(config.init_from)
     source = yaml.safe_load(read_record(place)["config"])["tokenizer"] if is_checkpoint(place) else place
     try:
         old = load_tokenizer(source)
     except UserError as error:
-        if config.new_vocabulary is not None:
+        if rebuild:
             raise UserError(f"model.new_vocabulary: needs the tokenizer of {place}: {error}") from None
         old = new  # can't be compared
-    if config.new_vocabulary is not None:
+    if rebuild:
         if old.sha256 == new.sha256:
             raise UserError(f"model.new_vocabulary: {place} already has the tokenizer {new.source}: remove the key")
         _rebuild(model, old, new)

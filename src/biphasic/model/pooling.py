@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from biphasic.config.evaluate import PoolingMode
 from biphasic.errors import UserError, first_line
+from biphasic.model.architecture import PoolingMode
 from biphasic.model.segments import Segments
 from biphasic.storage import user_errors
 from biphasic.storage.hub import hub_errors

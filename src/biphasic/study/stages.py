@@ -23,7 +23,6 @@ from biphasic.study.state import read_states, require_own_folders
 from biphasic.study.tree import owner_of, study_runs
 from biphasic.sweep.grid import trial_configs
 
-_MAIN = Path(__file__).parents[2] / "main.py"
 _SCORES_FILE = "scores.json"
 """The file that an evaluation writes last."""
 
@@ -167,7 +166,7 @@ def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path
         open_store(config.output).write(name, dump(config).encode())
         file = Path(config.output) / name
         # In a separate process: with several GPUs an evaluation replaces its own by Composer's launcher.
-        command = [sys.executable, str(_MAIN), str(file)]
+        command = [sys.executable, "-m", "biphasic.main", str(file)]
         status = subprocess.run(command, check=False).returncode if score is None else score(file)
         if status:
             return status

@@ -30,7 +30,7 @@ from biphasic.data.streams import opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.devices import is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
-from biphasic.model.backbone import build_language_model
+from biphasic.initial_model import build_language_model
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary

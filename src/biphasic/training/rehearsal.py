@@ -24,6 +24,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
+from biphasic import initial_model
 from biphasic.amounts import format_bytes
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
@@ -31,7 +32,7 @@ from biphasic.data.streaming import Batch, RowDataset, collate
 from biphasic.data.streams import ReadingSettings
 from biphasic.durations import Duration
 from biphasic.errors import UserError
-from biphasic.model import backbone, losses
+from biphasic.model import losses
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.batch import segment_lengths, step_of
 from biphasic.training import compute, recipe
@@ -167,7 +168,7 @@ def _check(config: PretrainConfig, measured: Rehearsal) -> None:
 def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iterator[Any]:
     """Yield patches that replace data, tokenizer, loggers, kernels and the compiler."""
     tokenizer = SimpleNamespace(vocab_size=vocab_size, mask_id=1, special_ids=(0,))
-    build, compile_ = backbone.build_language_model, torch.compile
+    build, compile_ = initial_model.build_language_model, torch.compile
 
     def on_gpu(*given: Any, **named: Any) -> Any:
         with torch.device("cuda"):

@@ -1,0 +1,172 @@
+"""Run the job of a YAML configuration, or check it and print its plan.
+
+composer src/main.py yamls/quickstart.yaml [key=value ...]
+python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--memory] [--ranks N]
+python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from biphasic.commands.next_step import after_run
+from biphasic.commands.parser import Parser, argument, file_arguments, positive
+from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
+from biphasic.devices import set_allocators
+from biphasic.errors import UserError
+from biphasic.ranks import run_rank
+
+if TYPE_CHECKING:
+    from biphasic.config.load import Config
+    from biphasic.config.study import StudyConfig
+    from biphasic.config.sweep import SweepConfig
+
+_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+"""The stages of a study, in order."""
+_ARGUMENTS = (
+    argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
+    argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
+    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
+)
+_JOBS_OF_OPTIONS = {
+    "stage": ("study",),
+    "draw": ("study",),
+    "limit": ("sweep", "study"),
+    "retry_failed": ("sweep", "study"),
+    "memory": ("pretrain",),
+}
+_SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit status, as `run_rank` does; also 1 if a trial of a sweep failed."""
+    set_allocators()  # before PyTorch is imported, which `run_rank` does if there are several ranks
+    return run_rank(lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = Parser(prog="main.py", description="Run the job of a YAML, or print its plan.")
+    parser.add(*file_arguments("the job"), *PLAN_ARGUMENTS, *_ARGUMENTS)
+    options = parser.parse_intermixed_args(arguments)
+    # Imported here so that usage messages appear at once.
+    from biphasic.config.load import load
+
+    ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    config = load(options.file, options.overrides, ranks)
+    for name, jobs in _JOBS_OF_OPTIONS.items():
+        if getattr(options, name) and config.job not in jobs:
+            expected = " and ".join(f"job: {job}" for job in jobs)
+            raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
+    if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
+    for name in ("draw", "memory", "json", "ranks"):
+        if getattr(options, name) and not options.plan:
+            raise UserError(f"--{name} belongs to --plan")
+    options.ranks = ranks
+    if config.job == "study" and not (options.plan and options.stage in (None, "pretrain")):
+        return _study(config, options)
+    if options.plan:
+        return print_plan(config, options)
+    if config.job == "sweep":
+        status = _sweep(config, options)
+        if status == 1:
+            print(_next(options, "--retry-failed"))
+        elif status == 0:
+            print(_SAME_COMMAND if options.limit else after_run(config))
+        return status
+    folder = _run(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"written to {folder}\n{after_run(config)}")
+    return 0
+
+
+def _next(options: argparse.Namespace, *words: str) -> str:
+    return f"next: {shlex.join(['python', 'src/main.py', options.file, *options.overrides, *words])}"
+
+
+def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None = None) -> int:
+    from biphasic.sweep.run import run
+
+    status = run(config, options.limit, options.retry_failed)
+    if status in (0, 1):
+        from biphasic.report.run import write_report
+
+        try:
+            write_report([config.output], report)
+        except UserError as error:  # a failed report doesn't change the sweep's exit status
+            print(error, file=sys.stderr)
+    return status
+
+
+def _study(config: StudyConfig, options: argparse.Namespace) -> int:
+    """Run a stage. Pretraining starts the runs that are not done; once all are done, the totals are printed."""
+    stage = options.stage or "pretrain"
+    if options.plan and stage != "finetune":
+        raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
+    if options.retry_failed and stage != "finetune":
+        raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
+    if stage == "report":
+        from biphasic.report.run import write_report
+        from biphasic.study.stages import scored_models
+
+        if options.limit is not None:
+            raise UserError("--limit can't be used with --stage report, which always covers all results")
+        folders, own = [config.folder], [""]
+        if config.local_folder != config.folder:
+            # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket. Other runs and
+            # studies may have the same `output`.
+            folders.append(config.local_folder)
+            own = [folder for name in scored_models(config) for folder in (name, f"evaluate/{name}")]
+        write_report(folders, f"{config.local_folder}/report", subfolders=own)
+        return 0
+    if stage == "pretrain":
+        from biphasic.study.plan import describe_totals, plan_study, trained_totals
+        from biphasic.study.run import pretrain
+
+        status = pretrain(config, options.limit)
+        if status == 0:
+            study_plan = plan_study(config)
+            if all(run.state == "done" for run in study_plan.runs):
+                print(describe_totals(trained_totals(config), study_plan))
+    else:
+        from biphasic.study.stages import evaluate, export, sweep_config
+
+        if options.draw:
+            raise UserError("--draw is for --stage pretrain")
+        if options.plan:
+            return print_plan(sweep_config(config), options)
+        if stage == "finetune":
+            status = _sweep(sweep_config(config), options, f"{config.local_folder}/sweep/report")
+        else:
+            status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
+    if status == 0:
+        following = next(name for name in _STAGES[_STAGES.index(stage) + 1 :] if getattr(config.stages, name, True))
+        print(_SAME_COMMAND if options.limit else _next(options, "--stage", following))
+    return status
+
+
+def _run(config: Config) -> Path:
+    # Imported here because PyTorch and Composer take seconds to import, and plans and errors don't need them.
+    from biphasic.config.base import RunConfig
+
+    if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":
+        print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
+    if config.job == "pretrain":
+        from biphasic.training.recipe import pretrain as job
+    elif config.job == "finetune":
+        from biphasic.finetuning.run import run as job
+    elif config.job == "evaluate":
+        from biphasic.evaluation.run import run as job
+    else:
+        raise UserError(f"job: {config.job} runs without Composer: biphasic {config.job} FILE.yaml")
+    return job(config)  # pyright: ignore[reportArgumentType]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
