@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from biphasic.checkpointing.run_lock import KILLED, read_attempts
+from biphasic.ranks import print_once
 from biphasic.storage import open_store
 from conftest import Write
 from helpers import warm
@@ -170,3 +171,14 @@ open_run.Run.start = show
     run = launch(write_yaml("files", max_duration="1ba", schedule={}, objective__phases=[{"name": "clm"}]), code=code)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "files: True" in run.stdout
+
+
+@pytest.mark.parametrize(("rank", "printed"), [(None, "a line\n"), ("0", "a line\n"), ("1", ""), ("10", "")])
+def test_a_line_is_printed_on_the_first_rank(
+    rank: str | None, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    print_once("a line")
+    assert capsys.readouterr().out == printed

@@ -17,7 +17,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.initial_model import build_language_model
 from biphasic.model import attention
-from biphasic.model import backbone as backbone_module
+from biphasic.model import language_model as language_model_module
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.packing_probe import packing_problem
@@ -269,7 +269,7 @@ def test_networks_without_a_list_of_layers_are_refused(family: str, tmp_path: Pa
 
 def test_layers_between_backbone_and_head_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_decoder("modernbert-decoder", tmp_path)
-    monkeypatch.setattr(backbone_module, "MODERNBERT_HEADS", {})
+    monkeypatch.setattr(language_model_module, "MODERNBERT_HEADS", {})
     with pytest.raises(UserError, match=r"its head isn't one linear layer \(it has lm_head.dense.weight\)"):
         load_language_model(str(tmp_path))
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from biphasic.config.base import JobConfig, flatten, schema_of, text_problems, within
+from biphasic.config.phases import phase_section
 from biphasic.config.reference import KeySection, sections_of
 from biphasic.durations import Duration
 from biphasic.errors import ConfigError, Problem
@@ -152,6 +153,8 @@ def _expected(detail: ErrorDetails) -> str:
 
 def _unknown_key(above: list[str], name: str, content: dict[Any, Any]) -> str:
     names = list(dict.fromkeys(key.name for section in _sections_at(above, content) for key in section.keys))
+    if not names:  # a phase with an objective of the user's own
+        names = list(phase_section(_value_at(above, content)["name"]).model_fields)
     near = [".".join([*above, other]) for other in difflib.get_close_matches(name, names, 1, 0.5)]
     if not near and not above:  # the first key with this name in a top-level section: for `lr`, `optimizer.lr`
         paths = (section.path(key) for section in sections_of(content["job"]) for key in section.keys)
@@ -160,11 +163,15 @@ def _unknown_key(above: list[str], name: str, content: dict[Any, Any]) -> str:
     return f"unknown key; {hint}expected one of: {', '.join(names)}"
 
 
-def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True) -> list[KeySection]:
-    """Return the possible sections at a key. With `by_kind`, only those of the kind in the content."""
-    value: Any = content
+def _value_at(keys: list[str], value: Any) -> Any:
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True) -> list[KeySection]:
+    """Return the possible sections at a key. With `by_kind`, only those of the kind in the content."""
+    value = _value_at(keys, content)
 
     def fits(section: KeySection) -> bool:
         parts = section.key.split(".") if section.key else []

@@ -8,7 +8,8 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, SerializeAsAny, WrapValidator, create_model
+from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator, create_model
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from biphasic.config.base import KeyProblems, Positive, Section, Share
 from biphasic.config.data import PhaseDataConfig
@@ -104,9 +105,9 @@ def objective_class(name: str) -> type[Objective]:
     try:
         found = getattr(import_module(module), kind)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"name: {name} can't be imported ({error}); set PYTHONPATH to its module's folder") from None
+        raise ValueError(f"{name} can't be imported ({error}); set PYTHONPATH to its module's folder") from None
     if not (isinstance(found, type) and issubclass(found, Objective)):
-        raise ValueError(f"name: {name} is not a subclass of biphasic.Objective")
+        raise ValueError(f"{name} is not a subclass of biphasic.Objective")
     return found
 
 
@@ -125,7 +126,12 @@ def _of_own_objective(value: Any, validate: Callable[[Any], Any]) -> Any:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or "." not in name:
         return value if isinstance(value, _Phase) else validate(value)
-    section = phase_section(name).model_validate(value)
+    try:
+        kind = phase_section(name)
+    except ValueError as error:
+        fault = InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": str(error)}), loc=("name",))
+        raise ValidationError.from_exception_data("phase", [fault]) from None
+    section = kind.model_validate(value)
     assert section.objective  # raises the ValueError of a class that checks its values
     return section
 

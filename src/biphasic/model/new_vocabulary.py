@@ -6,7 +6,6 @@ from collections import Counter
 
 import torch
 import yaml
-from composer.utils import dist
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
@@ -14,6 +13,7 @@ from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.language_model import LanguageModel
+from biphasic.ranks import is_first_rank
 
 _TEXTS, _TEXT_TOKENS = 500, 8
 """Number of texts that two tokenizers are compared on, and of tokens that one is made of."""
@@ -90,7 +90,7 @@ def _rebuild(model: LanguageModel, old: Tokenizer, new: Tokenizer) -> None:
     for role, token_id in {**new.role_ids, "cls": new.bos_id, "sep": new.eos_id}.items():
         if hasattr(model.config, f"{role}_token_id"):
             setattr(model.config, f"{role}_token_id", token_id)
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         means = (
             f"{counts['pieces']:,} have the mean of their pieces' in {old.source}, {counts['all']:,} the mean of all"
         )
