@@ -20,7 +20,7 @@ from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import set_allocators
 from biphasic.errors import UserError
-from biphasic.ranks import run_rank
+from biphasic.ranks import is_first_rank, run_rank
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config
@@ -81,7 +81,7 @@ def _main(arguments: list[str] | None) -> int:
             print(_SAME_COMMAND if options.limit else after_run(config))
         return status
     folder = _run(config)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"written to {folder}\n{after_run(config)}")
     return 0
 
@@ -155,7 +155,7 @@ def _run(config: Config) -> Path:
     # Imported here because PyTorch and Composer take seconds to import, and plans and errors don't need them.
     from biphasic.config.base import RunConfig
 
-    if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":
+    if isinstance(config, RunConfig) and is_first_rank():
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.recipe import pretrain as job

@@ -24,7 +24,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import RowStream, opened_streams, read_conversions
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
+from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED, is_first_rank
 from biphasic.storage import is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25
@@ -58,7 +58,7 @@ def check(file: str, overrides: list[str]) -> int:
 
     all_facts: list[RankFacts] = dist.all_gather_object(facts)
     faults = find_faults(all_facts)
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         print("\n".join(report(all_facts, faults)), flush=True)
     dist.barrier()
     unavailable = sum(facts["unavailable"] for facts in all_facts)
@@ -132,7 +132,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
         try:
             require_node_folders(config.checkpoint_destination, config.splits, RankGroup())
         except UserError as error:  # the same one on all ranks
-            facts["faults"] += [str(error)] if dist.get_global_rank() == 0 else []
+            facts["faults"] += [str(error)] if is_first_rank() else []
     return facts
 
 

@@ -41,6 +41,17 @@ _FIRST_FAULT = "first"
 _ENDED = "ended in the middle of a step without a message: it was killed or aborted"
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 of its job, or its only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_once(line: str) -> None:
+    """Print a line on rank 0."""
+    if is_first_rank():
+        print(line, flush=True)
+
+
 def run_rank(job: Callable[[], int]) -> int:
     """Run one rank's part of a job. If a rank fails, end all ranks together.
 
@@ -56,7 +67,7 @@ def run_rank(job: Callable[[], int]) -> int:
     try:
         return job()
     except Preempted as stop:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(f"{stop}; status {PREEMPTED}: start the same command again to resume")
         return PREEMPTED
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from biphasic.commands.next_step import after_export, after_mining
 from biphasic.commands.parser import argument, command, local_path, positive, share
 from biphasic.devices import rank_device, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
+from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path
 
 if TYPE_CHECKING:
@@ -307,13 +308,11 @@ def mine(options: Namespace) -> int:
     composer [node arguments] -m biphasic mine MODEL TASK_FOLDER OUT.
     """
     use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
-    from composer.utils import dist
-
     from biphasic.finetuning.mining import mine
 
     limits = (options.count, options.depth, options.below, options.near_duplicate)
     record = mine(options.model, options.task_folder, options.out, options.cache, *limits)
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         mined = record["mined"]
         print(
             f"{options.out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "

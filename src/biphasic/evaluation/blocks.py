@@ -15,6 +15,7 @@ from tqdm import tqdm
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.evaluation.embedder import Embedder
 from biphasic.evaluation.embedding_cache import corpus_folder, stored
+from biphasic.ranks import is_first_rank
 from biphasic.storage import is_remote
 
 BLOCK, SMALL_BLOCK = 4096, 256
@@ -74,17 +75,11 @@ def local_model(path: str, cache: Path) -> str:
 
 def from_first_rank(make: Callable[[], Value]) -> Value:
     """Call `make` on rank 0 and return its result on all ranks."""
-    values: list[Any] = [make() if dist.get_global_rank() == 0 else None]
+    values: list[Any] = [make() if is_first_rank() else None]
     dist.broadcast_object_list(values)
     return values[0]
 
 
-def print_once(line: str) -> None:
-    """Print a line on rank 0."""
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)
-
-
 def progress_bar(total: int, title: str) -> Any:
     """Return a bar of texts, which rank 0 shows after three seconds."""
-    return tqdm(total=total, desc=title, unit="text", delay=3, disable=dist.get_global_rank() > 0)
+    return tqdm(total=total, desc=title, unit="text", delay=3, disable=not is_first_rank())

@@ -20,7 +20,7 @@ from biphasic.amounts import format_seconds
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import from_first_rank, local_model, print_once
+from biphasic.evaluation.blocks import from_first_rank, local_model
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score, score_table
@@ -31,6 +31,7 @@ from biphasic.model.backbone import model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_embedder
 from biphasic.model.pooling import Pooling
+from biphasic.ranks import is_first_rank, print_once
 from biphasic.storage import is_remote, json_bytes, open_store, parquet_bytes
 
 _BY_QUERY = ("by_query", "qrels", "ranking", "texts")
@@ -72,7 +73,7 @@ def run(config: EvaluateConfig) -> Path:
     systems = [_model(config), *_baselines(config)]
     records = [record for task in tasks for record in _score_task(task, config.documents, systems, folder)]
     lines = score_table(records)
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         store = open_store(str(folder))
         store.write("scores.md", "\n".join([f"# {config.run_name}\n", *lines, ""]).encode())
         store.write("scores.json", json_bytes({"settings": systems[0].settings, "records": records}))
@@ -110,13 +111,12 @@ def _record(
     if (recorded := from_first_rank(lambda: _read_record(folder / name))) is not None:
         return recorded
     mteb_task, start, record = load(), time.monotonic(), dict[str, Any]()
-    is_first = dist.get_global_rank() == 0
     # BM25 runs on the first rank only.
     is_embedded = isinstance(system.model, Retriever)
     before = system.model.embedder.cut if is_embedded else 0
-    scored = score(system.model, mteb_task) if is_embedded or is_first else None
+    scored = score(system.model, mteb_task) if is_embedded or is_first_rank() else None
     cut = sum(dist.all_gather_object(system.model.embedder.cut - before if is_embedded else 0))
-    if is_first and scored is not None:
+    if is_first_rank() and scored is not None:
         store = open_store(str(folder))
         results = folder if task.official and documents == "full" else folder / "local"
         cache = mteb.ResultCache(system.results or results)

@@ -25,13 +25,14 @@ from biphasic.downstream.prepare import read_finished
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.downstream.writer import SCHEMAS, STARTED, TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import embed_blocks, from_first_rank, local_model, print_once
+from biphasic.evaluation.blocks import embed_blocks, from_first_rank, local_model
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.finetuning.retrieval import titled_texts
 from biphasic.grouping import groups_up_to
 from biphasic.model.backbone import model_fingerprint
 from biphasic.model.encoder import load_embedder
+from biphasic.ranks import print_once
 from biphasic.storage import is_remote, json_bytes, open_store
 
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14

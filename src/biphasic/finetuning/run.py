@@ -15,14 +15,13 @@ from biphasic.config.load import dump
 from biphasic.devices import rank_device
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import print_once
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score, trial_name
-from biphasic.ranks import COLLECTIVE_SECONDS
+from biphasic.ranks import COLLECTIVE_SECONDS, is_first_rank, print_once
 from biphasic.storage import json_bytes, open_store
 from biphasic.training.anomalies import ANOMALOUS_BATCHES
 
@@ -48,7 +47,7 @@ def run(config: FinetuneConfig) -> Path:
             print_once(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
             return folder
         raise UserError(f"{folder} holds another fine-tuning: choose another run_name, or remove it")
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         # An interrupted run starts from the beginning.
@@ -68,7 +67,7 @@ def run(config: FinetuneConfig) -> Path:
             print_once(f"{config.task.name} {table}: {description}")
     for warning in task.data.record.get("warnings", []):
         print_once(f"WARNING: {config.task.name}: {warning}")
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         store = open_store(str(folder))
         if config.save_model:
             _save(config, folder, trial, model, task)

@@ -20,6 +20,7 @@ from biphasic.grouping import full_groups
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from biphasic.ranks import is_first_rank
 from biphasic.storage import parquet_bytes
 
 
@@ -68,7 +69,7 @@ class TrainedModel:
         from composer.utils import dist
 
         rank, ranks = dist.get_global_rank(), dist.get_world_size()
-        bar = tqdm(total=len(texts), desc=title, unit="text", delay=10, leave=False, disable=rank > 0)
+        bar = tqdm(total=len(texts), desc=title, unit="text", delay=10, leave=False, disable=not is_first_rank())
         self.encoder.backbone.eval()
         self.head.eval()
         with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), bar:

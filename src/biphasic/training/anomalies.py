@@ -14,6 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.objectives.batch import step_of
+from biphasic.ranks import is_first_rank
 
 ANOMALOUS_BATCHES = "anomalous_batches.jsonl"
 _THRESHOLD, _WINDOW, _MIN_LOSSES = 1.5, 100, 20
@@ -39,7 +40,7 @@ class AnomalyLog:
         rows: Any = state.batch
         local = rows["row_ids"].tolist()
         row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             when = {
                 "batch": int(state.timestamp.batch) if batch is None else batch,
                 "epoch": int(state.timestamp.epoch),

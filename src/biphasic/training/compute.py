@@ -27,6 +27,7 @@ from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.batch import Batch, Step, step_of
 from biphasic.objectives.objective import CLM, MLM
+from biphasic.ranks import is_first_rank
 from biphasic.storage import json_bytes, open_store
 
 MICROBATCH_FILE = "microbatch-{length}.json"
@@ -197,21 +198,20 @@ class MicrobatchSize(Algorithm):
 
     def _largest(self, state: State, length: int, rows: int) -> int:
         """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
-        is_first_rank = dist.get_global_rank() == 0
         segments = self._segments.get(length, 1)
         self._circumstances[length] = {"segments": segments, **_circumstances(self.config, length, rows)}
         # Rank 0 stores what was measured, and a rank that ran out of memory less: in a local folder, that of its own node.
         stored = dist.all_gather_object(self._stored(length) if dist.get_local_rank() == 0 else 0)
         if fitting := min(filter(None, stored), default=0):
             return fitting
-        if is_first_rank:
+        if is_first_rank():
             what = f"{rows} rows of {length} tokens fit the GPU (a minute or two, once)"
             print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
         available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
         # FSDP's ranks would wait forever for one that runs out of memory.
         before = min(dist.all_gather_object(torch.cuda.memory_allocated())) if _has_collectives(state) else None
         fitting = largest_microbatch(lambda count: self._measure(state, length, count), rows, available, before)
-        if is_first_rank:
+        if is_first_rank():
             size = even_microbatch(rows, fitting)
             print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
             with suppress(OSError, UserError):  # the next start measures again

@@ -19,10 +19,10 @@ from composer.loggers import (
     TensorboardLogger,
     WandBLogger,
 )
-from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig, PretrainConfig
 from biphasic.errors import UserError, first_line
+from biphasic.ranks import is_first_rank
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | None = None) -> list[LoggerDestination]:
@@ -133,7 +133,7 @@ class JSONLLogger(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         """Open the file."""
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a+", encoding="utf-8")
             self.file.seek(max(self.file.tell() - 1, 0))  # lines are ASCII

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist
 
 from biphasic.amounts import format_bytes
 from biphasic.devices import peak_flops
 from biphasic.model.architecture import Architecture
 from biphasic.objectives.batch import segment_lengths, step_of
+from biphasic.ranks import is_first_rank
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
@@ -109,7 +109,7 @@ class Meters(Callback):
         share = _waiting_share(self._window)
         rates = {f"throughput/{name}": value for name, value in _rates(self._window, self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
-        if share > _MAX_WAIT_SHARE and dist.get_global_rank() == 0:
+        if share > _MAX_WAIT_SHARE and is_first_rank():
             _log.warning(
                 "the run waits for data: %.0f%% of the last %d steps' time; raise data.num_workers or data.predownload, "
                 "or use a larger data.cache_limit or a faster connection to the shards",
@@ -137,7 +137,7 @@ class Meters(Callback):
         lines.append(
             f"waited for data: {share:.1%} of the training steps' time; peak memory {format_bytes(peak_memory())}"
         )
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             print("\n".join(lines))
 
 

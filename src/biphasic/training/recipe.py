@@ -35,6 +35,7 @@ from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.objectives.objective import CLM, MLM, Objective
+from biphasic.ranks import is_first_rank
 from biphasic.timeline import resolve_phases
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.compute import MicrobatchSize, configure_compute
@@ -218,7 +219,7 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
         return model, choose_strategy(config, model.architecture(), run.checkpoint)
     strategy = choose_strategy(config, size, run.checkpoint)
     # With FSDP the other ranks receive rank 0's weights, so their models are built on the meta device.
-    on_meta = strategy == "fsdp" and dist.get_global_rank() > 0
+    on_meta = strategy == "fsdp" and not is_first_rank()
     return build_language_model(*arguments, on_meta=on_meta), strategy
 
 
