@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -131,8 +130,7 @@ def check_main(arguments: list[str]) -> None:
     """Parse a command line of src/main.py by its own parser, read its YAML, and stop where the job would start."""
     if not arguments:
         return
-    sys.path.insert(0, str(ROOT / "src"))
-    import main
+    from biphasic import main
 
     jobs = []
     with pytest.MonkeyPatch.context() as patch:

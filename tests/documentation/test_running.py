@@ -77,6 +77,7 @@ READ_ONLY = {
     "docs/architecture.md": "names commands of make",
     "docs/comparison.md": "has none",
     "docs/configuration.md": "usage lines",
+    "docs/library.md": "tests/documentation/test_library.py runs its examples",
     "docs/index.md": "repeats the other pages' first commands",
     "docs/parallelism.md": "has none",
     "docs/quickstart.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",

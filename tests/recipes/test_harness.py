@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import main as program
+from biphasic import main as program
 from biphasic.commands import main as biphasic
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig

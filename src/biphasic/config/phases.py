@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator, create_model
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from biphasic.config.base import KeyProblems, Positive, Section, Share
 from biphasic.config.data import PhaseDataConfig
@@ -129,7 +129,8 @@ def _of_own_objective(value: Any, validate: Callable[[Any], Any]) -> Any:
     try:
         kind = phase_section(name)
     except ValueError as error:
-        fault = InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": str(error)}), loc=("name",))
+        kind_of_error: Any = PydanticCustomError("value_error", "{text}", {"text": str(error)})
+        fault: Any = {"type": kind_of_error, "loc": ("name",), "input": name}
         raise ValidationError.from_exception_data("phase", [fault]) from None
     section = kind.model_validate(value)
     assert section.objective  # raises the ValueError of a class that checks its values
