@@ -5,40 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from biphasic.durations import Duration, TrainingProgress
 
 START = Duration(0, "ba")
-
-
-class _Phase(Protocol):
-    @property
-    def until(self) -> Any: ...
-
-
-class Schedule(Protocol):
-    """A warmup-stable-decay schedule (WSD)."""
-
-    @property
-    def warmup(self) -> Duration:
-        """Length of the linear warmup from 0."""
-        ...
-
-    @property
-    def decay(self) -> Duration:
-        """Length of the decay at the end of the run; 0: none."""
-        ...
-
-    @property
-    def decay_shape(self) -> str:
-        """`linear`, `1-sqrt` or `cosine`."""
-        ...
-
-    @property
-    def final_lr(self) -> float:
-        """Learning rate at the end of the decay, as a share of the peak."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,8 +31,8 @@ class ResolvedPhase:
         return (elapsed.in_unit(self.end.unit) - self.start.value) / (self.end.value - self.start.value)
 
 
-def resolve_phases(phases: Sequence[_Phase], max_duration: Duration) -> list[ResolvedPhase]:
-    """Return the interval of each phase. Shares are converted to the unit of `max_duration`."""
+def resolve_phases(phases: Sequence[Any], max_duration: Duration) -> list[ResolvedPhase]:
+    """Return the interval of each phase, which ends at its `until`. Shares are converted to the unit of `max_duration`."""
     spans, start = [], START
     for index, phase in enumerate(phases):
         end = max_duration if phase.until is None else Duration.parse(phase.until).resolve(max_duration)
@@ -75,16 +46,16 @@ def phase_at(resolved_phases: Sequence[ResolvedPhase], elapsed: TrainingProgress
     return next(span for span in reversed(resolved_phases) if elapsed.reached(span.start))
 
 
-def decay_start(schedule: Schedule, max_duration: Duration) -> Duration:
-    """Return when the learning rate begins to fall; `max_duration` without a decay."""
+def decay_start(schedule: Any, max_duration: Duration) -> Duration:
+    """Return when the learning rate begins to fall; `max_duration` without a decay. `schedule` is as below."""
     return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
 
 
-def learning_rate_factor(schedule: Schedule, max_duration: Duration, elapsed: TrainingProgress) -> float:
+def learning_rate_factor(schedule: Any, max_duration: Duration, elapsed: TrainingProgress) -> float:
     """Return the learning rate of the batch that begins at `elapsed`, relative to the peak learning rate.
 
     It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then
-    decays to `final_lr` at the end of the run.
+    decays to `final_lr` at the end. `schedule` has `warmup` and `decay` (durations), `decay_shape` and `final_lr`.
     """
     warmup = schedule.warmup.resolve(max_duration)
     if not elapsed.reached(warmup):

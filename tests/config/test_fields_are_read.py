@@ -54,6 +54,8 @@ def names_read() -> dict[str, set[str]]:
         read[package] |= strings if not package.startswith("biphasic.config") else set()
         for module in [name, *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module)]:
             readers.setdefault(module, set()).add(package)
+    # These sections' values travel in the dataclasses of that module.
+    readers["biphasic.config.data"] |= readers["biphasic.data.streams"]
     return {module: set.union(*(read[package] for package in packages)) for module, packages in readers.items()}
 
 

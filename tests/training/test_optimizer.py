@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {"lr": 0.1, "betas": [0.5, 0.6], "eps": 0.01, "weight_d
 
 def test_adamw_has_the_yaml_s_values() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    optimizer = build_optimizer(module, module, OptimizerConfig(**VALUES))
+    optimizer = build_optimizer(module, module, "adamw", **OptimizerConfig(**VALUES).adam)
     [group] = optimizer.param_groups
     assert all(starmap(torch.equal, zip(group["params"], module.parameters(), strict=True)))
     values = VALUES | {"betas": (0.5, 0.6), "fused": True}
@@ -51,14 +51,14 @@ def test_muon_updates_the_layers_matrices_and_adamw_the_rest() -> None:
     muon = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     others = [parameter for parameter in reference.parameters() if parameter is not matrix]
     adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.5, 0.6), eps=0.01, weight_decay=0.2, fused=True)
-    optimizer = build_optimizer(model, model["backbone"], config)
+    optimizer = build_optimizer(model, model["backbone"], config.name, **config.adam)
     assert isinstance(optimizer, MuonWithAdamW)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 6]
     for seed in range(2):
         step(model, optimizer, seed=seed)
         step(reference, muon, adamw, seed=seed)
     stored = copy.deepcopy(optimizer.state_dict())
-    optimizer = build_optimizer(model, model["backbone"], config)
+    optimizer = build_optimizer(model, model["backbone"], config.name, **config.adam)
     optimizer.load_state_dict(stored)
     for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
         group["lr"] = 0.05

@@ -6,7 +6,7 @@ The classes mirror the YAML's sections. `config.model`, `config.data` and `confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,11 @@ class OptimizerConfig(Section):
     batch ends the run, with the weights from before that batch."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum norm of the gradient. Null: no clipping."""
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """AdamW's arguments."""
+        return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 class CheckpointConfig(Section):

@@ -109,7 +109,7 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
     total, warmup = Duration(len(batches), "ba"), warmup_batches(config, len(batches))
     decay = Duration(max(len(batches) - warmup, 0), "ba")
     optimizer, folder = config.optimizer, config.run_folder
-    built = build_optimizer(model, model.backbone, optimizer)
+    built = build_optimizer(model, model.backbone, optimizer.name, **optimizer.adam)
     if isinstance(model.head, LearnedTemperature):
         # The last group: the only scalar.
         built.param_groups[-1]["lr_scale"] = config.task.temperature_lr / optimizer.lr  # pyright: ignore

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
@@ -15,62 +15,25 @@ from biphasic.errors import UserError
 from biphasic.timeline import learning_rate_factor
 
 
-class OptimizerSettings(Protocol):
-    """What an optimizer is built from: the `optimizer:` section of a YAML."""
+def build_optimizer(model: nn.Module, backbone: nn.Module, name: str, **adam: Any) -> torch.optim.Optimizer:
+    """Build `adamw` or `muon` for all parameters of `model`, with weight decay on each but scalars.
 
-    @property
-    def name(self) -> str:
-        """`adamw` or `muon`."""
-        ...
-
-    @property
-    def lr(self) -> float:
-        """The first learning rate."""
-        ...
-
-    @property
-    def betas(self) -> Sequence[float]:
-        """Decay rates of Adam's two moving averages."""
-        ...
-
-    @property
-    def eps(self) -> float:
-        """Added to the denominator of Adam's update."""
-        ...
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled weight decay."""
-        ...
-
-
-def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerSettings) -> torch.optim.Optimizer:
-    """Build AdamW, or Muon with AdamW, for all parameters of `model`, with weight decay on each but scalars.
-
-    Scalars (a learned temperature) are the last parameter group.
-
-    With `muon`, Muon updates the linear layers of the backbone, and AdamW the other parameters.
+    Scalars (a learned temperature) are the last parameter group. With `muon`, Muon updates the backbone's linear layers, and
+    AdamW the other parameters. `adam` are AdamW's `lr`, `betas`, `eps` and `weight_decay`.
     """
-    if config.name == "adamw":
-        return _adamw(model.parameters(), config)
+    if name == "adamw":
+        return _adamw(model.parameters(), adam)
     matrices = {module.weight: None for module in backbone.modules() if isinstance(module, nn.Linear)}
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    return MuonWithAdamW(matrices, others, config)
+    return MuonWithAdamW(matrices, others, adam)
 
 
-def _adamw(parameters: Iterable[Tensor], config: OptimizerSettings) -> torch.optim.AdamW:
+def _adamw(parameters: Iterable[Tensor], adam: Mapping[str, Any]) -> torch.optim.AdamW:
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [{"params": [each for each in parameters if each.dim()]}]
     if scalars := [each for each in parameters if not each.dim()]:
         groups.append({"params": scalars, "weight_decay": 0.0})
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, fused=True, **adam)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -81,11 +44,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     dimensions and are the first parameter group; `others` are the second, and a third if there are scalars.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerSettings):
-        self._muon = torch.optim.Muon(
-            list(matrices), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        self._adamw = _adamw(others, config)
+    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], adam: Mapping[str, Any]):
+        shared = {name: adam[name] for name in ("lr", "weight_decay")}
+        self._muon = torch.optim.Muon(list(matrices), **shared, adjust_lr_fn="match_rms_adamw")
+        self._adamw = _adamw(others, adam)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> Any:

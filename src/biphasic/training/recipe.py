@@ -125,7 +125,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         run.say("the first batch takes longer, since layers are compiled for each phase")
 
     # Optimizer and learning rate
-    optimizer = build_optimizer(model, model.backbone, config.optimizer)
+    optimizer = build_optimizer(model, model.backbone, config.optimizer.name, **config.optimizer.adam)
     schedule = config.schedule
     learning_rate = WarmupStableDecay(
         schedule.warmup,
