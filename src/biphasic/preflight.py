@@ -292,10 +292,10 @@ def _cache_bytes(stream: RowStream, limit: int | None) -> int | None:
 
 def _data(config: PretrainConfig) -> str:
     """Check that the data was converted with this tokenizer, and that each split's index and first shard can be read."""
+    from biphasic.config.conversion_checks import conversion_record
     from biphasic.data.row_format import stored_row_problems
     from biphasic.data.shards import require_first_shard
     from biphasic.data.tokenizer import load_tokenizer
-    from biphasic.training.record import conversion_record
 
     tokenizer = load_tokenizer(config.tokenizer)
     conversion_record(config, tokenizer, read_conversions(config.streams))

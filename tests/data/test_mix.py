@@ -15,13 +15,13 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 from torch import Tensor
 
+from biphasic.config.conversion_checks import conversion_record
 from biphasic.config.data import DataConfig
 from biphasic.data.streaming import build_loader
 from biphasic.data.streams import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.objectives import mlm
-from biphasic.training.record import conversion_record
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit, upload
 from helpers.tiny import LENGTH, config_of, losses, release_streaming, train

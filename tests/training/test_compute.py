@@ -16,6 +16,7 @@ from composer.loggers import Logger
 
 from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig
 from biphasic.data.streams import StreamRecord
+from biphasic.durations import BatchShape
 from biphasic.errors import Unavailable, UserError
 from biphasic.model import attention, layers
 from biphasic.model.architecture import PRESETS
@@ -174,18 +175,11 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     )
 
     def find(**circumstances: int) -> int:
-        monkeypatch.setattr(compute, "_circumstances", lambda config, length, rows: circumstances)
-        inputs = [SimpleNamespace(rows=12, data=SimpleNamespace(sequence_length=8))]
-        phases = [SimpleNamespace(name="clm")]
-        config: Any = SimpleNamespace(
-            microbatch_size="auto",
-            inputs=inputs,
-            checkpoint_destination=str(place),
-            objective=SimpleNamespace(phases=phases),
-        )
+        monkeypatch.setattr(compute, "_circumstances", lambda length, rows: circumstances)
+        inputs: Any = [SimpleNamespace(shape=BatchShape(12, 8))]
         model = SimpleNamespace(model=SimpleNamespace(compiled_loss=False))
         state: Any = SimpleNamespace(fsdp_config=None, evaluators=[], model=model)
-        compute.MicrobatchSize(config).apply(Event.FIT_START, state, Logger(state))
+        compute.MicrobatchSize("auto", inputs, [True], str(place), {}).apply(Event.FIT_START, state, Logger(state))
         return state.device_train_microbatch_size
 
     assert find(length=8) == 4
@@ -202,11 +196,11 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
 
 def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
     """Memory is a formula instead of a GPU's: four rows fit. `rows` are those measured, the last one at the end."""
-    monkeypatch.setattr(compute, "_circumstances", lambda config, length, rows: {})
+    monkeypatch.setattr(compute, "_circumstances", lambda length, rows: {})
     monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
     monkeypatch.setattr(compute, "available_bytes", lambda: 10.0)
     monkeypatch.setattr(compute, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
-    monkeypatch.setattr(compute, "_is_measured", lambda config: config.microbatch_size == "auto")
+    monkeypatch.setattr(compute, "_is_measured", lambda size: size == "auto")
 
 
 def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +287,11 @@ def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:
     """The mean of 2.5 documents, a quarter more, and padding; in the phase whose rows they are, and at most a token each."""
     state: Any = SimpleNamespace(device=SimpleNamespace(tensor_to_device=lambda tensor: tensor))
     phases = [(10, "data.train"), (12, "objective.phases.1.data.train"), (4, "objective.phases.2.data.train")]
-    inputs = [
-        SimpleNamespace(data=SimpleNamespace(sequence_length=length), streams={key: None}) for length, key in phases
-    ]
-    config: Any = SimpleNamespace(inputs=inputs)
+    inputs: Any = [SimpleNamespace(shape=BatchShape(2, length), streams={key: None}) for length, key in phases]
     split = {"documents": 5, "rows": 2, "tokens": 20}
     records = {key: StreamRecord("", {}, split) for key in ("data.train", "objective.phases.2.data.train")}
     records["objective.phases.2.data.train"] = StreamRecord("", {}, {**split, "documents": 50})
-    size = compute.MicrobatchSize(config, records)
+    size = compute.MicrobatchSize("auto", inputs, [True] * 3, "", {}, records)
     assert size._batch(state, 10, 2, True)["lengths"] == [[2, 2, 2, 2, 2]] * 2
     assert size._batch(state, 12, 1, True)["lengths"] == [[12]]
     assert size._batch(state, 4, 1, True)["lengths"] == [[1, 1, 1, 1]]

@@ -240,29 +240,26 @@ SIZE = Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_head
     ],
 )
 def test_auto_depends_on_the_size_of_the_states(
-    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, ranks: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, memory: int | None, ranks: int, expected: str
 ) -> None:
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: ranks)
     # Another node's GPUs are larger than this one's; the smallest one decides on all ranks.
     monkeypatch.setattr(parallel.dist, "all_gather_object", lambda value: [200 << 30, value])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Device", (), {"total_memory": memory}))
-    config = config_of(write_yaml())
-    assert parallel.choose_strategy(config, SIZE, None) == expected
-    assert parallel.choose_strategy(config, SIZE, "ba5-rank0.pt") == expected
-    assert parallel.choose_strategy(config, SIZE, "ep0-ba5") == "fsdp"
+    assert parallel.choose_strategy("auto", SIZE, None) == expected
+    assert parallel.choose_strategy("auto", SIZE, "ba5-rank0.pt") == expected
+    assert parallel.choose_strategy("auto", SIZE, "ep0-ba5") == "fsdp"
 
 
 @pytest.mark.parametrize("degree", ["all", "node"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_the_configuration_has_the_mesh_s_degrees(
-    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str
-) -> None:
+def test_the_configuration_has_the_mesh_s_degrees(monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str) -> None:
     """Of 16 ranks on two machines."""
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(parallel.dist, "get_local_world_size", lambda: 8)
-    config = config_of(write_yaml(parallelism__shard_degree=degree, parallelism__reshard_after_forward=reshard))
-    fsdp: Any = (parallel.parallelism_config(config, "fsdp", monolithic=False) or {})["fsdp"]
+    made = parallel.parallelism_config("fsdp", degree, reshard_after_forward=reshard, monolithic=False)
+    fsdp: Any = (made or {})["fsdp"]
     # Composer makes its mesh from these; without them it would make a flat one, in silence.
     degrees = fsdp.data_parallel_shard_degree, fsdp.data_parallel_replicate_degree
     assert degrees == ((16, None) if degree == "all" else (8, 2))

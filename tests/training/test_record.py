@@ -10,11 +10,15 @@ from unittest.mock import Mock
 import pytest
 from composer.core import Timestamp
 
+from biphasic.config.conversion_checks import conversion_record
 from biphasic.data.streams import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.training.record import RunRecord, conversion_record
+from biphasic.objectives.objective import CLM, MLM
+from biphasic.training.record import RunRecord
 from conftest import Write
 from helpers.tiny import LENGTH, config_of
+
+OBJECTIVES = [CLM(until="1ba"), MLM()]
 
 
 @pytest.mark.parametrize(("commit", "revision"), [("abc123", "abc123"), (None, "main")])
@@ -40,16 +44,16 @@ def test_the_commit_is_recorded_not_the_branch(write_yaml: Write, commit: str | 
 def test_the_command_can_be_run_again(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["src/main.py", "run.yaml", "checkpoint.keep_at=[1ba, 2ba]"]
     monkeypatch.setattr("sys.argv", command)
-    record = RunRecord(config_of(write_yaml()), Mock(), {}).record
+    record = RunRecord("", OBJECTIVES, Mock(), {}).record
     assert shlex.split(record["command"]) == command
 
 
-def test_the_losses_are_those_of_the_last_batch_s_objective(write_yaml: Write) -> None:
-    callback = RunRecord(config_of(write_yaml()), Mock(), {})
+def test_the_losses_are_those_of_the_last_batch_s_objective() -> None:
+    callback = RunRecord("", OBJECTIVES, Mock(), {})
     for number, phase in enumerate(("clm", "mlm")):
         before, after = (Timestamp(batch=number + add, token=number + add) for add in (0, 1))
         losses = {"loss/train/total": 2.0 - number, f"loss/train/{phase}": 2.0 - number}
-        batch = Mock(phase=number)
+        batch = {"step": [Mock(phase=number)]}
         state = Mock(batch=batch, previous_timestamp=before, timestamp=after, total_loss_dict=losses)
         callback.record["losses"]["metrics/mlm/loss"] = 3.0
         callback.batch_end(state, Mock())

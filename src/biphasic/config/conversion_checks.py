@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from biphasic.config.model import architecture_of
+from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import INDEX
 from biphasic.data.row_format import stored_row_problems
@@ -124,3 +126,45 @@ def check_rows(config: PretrainConfig) -> RowChecks:
                 f"and head are never used (expected {tokens:,}, or a little more)"
             )
     return checks
+
+
+def conversion_record(
+    config: PretrainConfig, tokenizer: Tokenizer, conversions: dict[str, StreamRecord]
+) -> dict[str, Any]:
+    """Return how the training data was converted, for the run record; empty if no stream has a conversion record.
+
+    Raises:
+        UserError: a stream was converted with another tokenizer or sequence length.
+    """
+    if problems := row_problems(config, conversions, tokenizer):
+        raise UserError("\n".join(problems))
+    if not conversions:
+        return {}
+    first, *later = (_data_record(each, conversions) for each in sources(config.inputs))
+    record = {"tokenizer_sha256": tokenizer.sha256, **first}
+    if any(conversion.record.get("config", {}).get("add_bos") for conversion in conversions.values()):
+        record["add_bos"] = True
+    return {**record, "later": later} if later else record
+
+
+def _data_record(inputs: PhaseInputs, conversions: dict[str, StreamRecord]) -> dict[str, Any]:
+    """Return source and size of a phase's data, as far as its streams have records."""
+    streams: dict[str, dict[str, Any]] = {}
+    for key in filter(conversions.__contains__, inputs.streams):
+        conversion = conversions[key]
+        record = conversion.record
+        counts = {name: conversion.split[name] for name in ("tokens", "rows", "documents") if name in conversion.split}
+        source, commit = record.get("config", {}).get("source"), record.get("source", {}).get("commit")
+        if isinstance(source, dict) and commit is not None:
+            # The YAML may name a branch, which may have moved since the conversion.
+            source = {**source, "revision": commit}
+        streams[key.rpartition(".")[2]] = {"source": source, **counts}
+    if inputs.data.mix is None or not streams:
+        return streams.get("train", {})
+    shares = [f"{name} ({inputs.data.mix[name].proportion:.4g})" for name in sorted(streams)]
+    counted = set.intersection(*(set(counts) for counts in streams.values())) - {"source"}
+    return {
+        "source": f"a mix of {', '.join(shares)}",
+        **{name: sum(counts[name] for counts in streams.values()) for name in sorted(counted)},
+        "mix": streams,
+    }

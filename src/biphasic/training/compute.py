@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from composer.core import Algorithm, Event, State
@@ -16,7 +16,8 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig, PretrainConfig
+from biphasic.config.pretrain import MAX_AUTOTUNE, ComputeConfig
+from biphasic.data.batches import PhaseRows
 from biphasic.data.streams import StreamRecord
 from biphasic.devices import require_compiler
 from biphasic.errors import Unavailable, UserError
@@ -85,23 +86,33 @@ class MicrobatchSize(Algorithm):
 
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
     result is stored beside the checkpoints for the next start. Composer's own `auto` relies on out-of-memory errors during
-    training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
-    the first phase; other rows have about as many tokens in a microbatch.
+    training, and after such an error FSDP's ranks would wait for each other forever. A `size` is for the rows of the first
+    phase; other rows have about as many tokens in a microbatch.
 
-    With `conversions`, the records of the data, measured rows have as many segments as the data's: FlashAttention's and
-    cuDNN's backward passes take memory for each.
+    `inputs` is what each phase reads, and `causal` whether its attention is causal. Results are stored in `place`, for the
+    same `settings`, of which a row's memory is a function. With `conversions`, the records of the data, measured rows have
+    as many segments as the data's: FlashAttention's and cuDNN's backward passes take memory for each.
     """
 
-    def __init__(self, config: PretrainConfig, conversions: Mapping[str, StreamRecord] = MappingProxyType({})):
-        self.config, self.sizes = config, list[int]()
+    def __init__(
+        self,
+        size: int | Literal["auto"],
+        inputs: Sequence[PhaseRows],
+        causal: Sequence[bool],
+        place: str,
+        settings: Mapping[str, Any],
+        conversions: Mapping[str, StreamRecord] = MappingProxyType({}),
+    ):
+        self.size, self.inputs, self.causal, self.place, self.settings = size, inputs, causal, place, settings
+        self.sizes = list[int]()
         """The microbatch size of each phase, once it is known."""
         self._shape = 0, 0
         """Rows and row length of the microbatches of the current phase."""
         self._circumstances: dict[int, dict[str, Any]] = {}
         """What the results were measured with, by row length."""
         self._segments: dict[int, int] = {}
-        for each in config.inputs if conversions else ():
-            length = each.data.sequence_length
+        for each in inputs if conversions else ():
+            length = each.shape.row_length
             for key in filter(each.streams.__contains__, conversions):
                 # Some microbatches have more than the mean, and padding is a segment too.
                 count = min(math.ceil(1.25 * conversions[key].segments_per_row) + 1, length)
@@ -124,15 +135,15 @@ class MicrobatchSize(Algorithm):
             phase = step_of(batch).phase
             assert phase is not None
             state.device_train_microbatch_size = self.sizes[phase]
-            self._shape = self.sizes[phase], self.config.inputs[phase].data.sequence_length
+            self._shape = self.sizes[phase], self.inputs[phase].shape.row_length
         elif not self.sizes:
             ranks, fitting = dist.get_world_size(), self._fitting(state)
-            for each in self.config.inputs:
-                rows = each.rows // ranks
-                self.sizes.append(even_microbatch(rows, min(rows, fitting[each.data.sequence_length])))
+            for shape in (each.shape for each in self.inputs):
+                rows = shape.rows // ranks
+                self.sizes.append(even_microbatch(rows, min(rows, fitting[shape.row_length])))
             state.device_train_microbatch_size = self.sizes[0]
             self._compile(state)
-            if _is_measured(self.config):
+            if _is_measured(self.size):
                 for evaluator in state.evaluators:
                     evaluator.device_eval_microbatch_size = self.sizes[0]
                 if torch.cuda.is_available():
@@ -147,7 +158,7 @@ class MicrobatchSize(Algorithm):
         """
         rows, length = self._shape
         if self.sizes and state.dataloader_label != "train":  # a validation
-            rows, length = self.sizes[0], self.config.inputs[0].data.sequence_length
+            rows, length = self.sizes[0], self.inputs[0].shape.row_length
         problem = f"a GPU ran out of memory in batch {int(state.timestamp.batch)} with microbatches of {rows} rows"
         if length in self._circumstances and rows > 1:
             with suppress(OSError, UserError):
@@ -158,12 +169,12 @@ class MicrobatchSize(Algorithm):
 
     def _store(self, length: int, rows: int) -> None:
         content = json_bytes({"circumstances": self._circumstances[length], "rows": rows})
-        open_store(self.config.checkpoint_destination).write(MICROBATCH_FILE.format(length=length), content)
+        open_store(self.place).write(MICROBATCH_FILE.format(length=length), content)
 
     def _stored(self, length: int) -> int:
         """Return the stored number of rows that fit; 0 if none is stored for these circumstances."""
         try:
-            store = open_store(self.config.checkpoint_destination)
+            store = open_store(self.place)
             record = json.loads(store.read(MICROBATCH_FILE.format(length=length)))
             return int(record["rows"]) if record["circumstances"] == self._circumstances[length] else 0
         except (OSError, UserError, ValueError, KeyError, TypeError):
@@ -173,33 +184,28 @@ class MicrobatchSize(Algorithm):
         """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
         model: Any = getattr(state.model, "module", state.model)  # DDP's module
         if model.model.compiled_loss:
-            phases, inputs = self.config.objective.phases, self.config.inputs
-            shapes = [
-                (phase.objective.causal, own.data.sequence_length, size)
-                for phase, own, size in zip(phases, inputs, self.sizes, strict=True)
-            ]
+            lengths = [each.shape.row_length for each in self.inputs]
+            shapes = zip(self.causal, lengths, self.sizes, strict=True)
             for causal, length, rows in dict.fromkeys(shapes):
                 self._shape = rows, length
                 self._train(state, length, rows, causal)
 
     def _fitting(self, state: State) -> dict[int, int]:
         """Return how many rows a microbatch may have, by their length."""
-        size, inputs = self.config.microbatch_size, self.config.inputs
         most: dict[int, int] = {}
-        for each in inputs:
-            length = each.data.sequence_length
-            most[length] = max(most.get(length, 0), each.rows // dist.get_world_size())
-        if size != "auto":
-            tokens = size * inputs[0].data.sequence_length
+        for shape in (each.shape for each in self.inputs):
+            most[shape.row_length] = max(most.get(shape.row_length, 0), shape.rows // dist.get_world_size())
+        if isinstance(self.size, int):
+            tokens = self.size * self.inputs[0].shape.row_length
             return {length: max(tokens // length, 1) for length in most}
-        if not _is_measured(self.config):
+        if not _is_measured(self.size):
             return most
         return {length: self._largest(state, length, rows) for length, rows in most.items()}
 
     def _largest(self, state: State, length: int, rows: int) -> int:
         """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
         segments = self._segments.get(length, 1)
-        self._circumstances[length] = {"segments": segments, **_circumstances(self.config, length, rows)}
+        self._circumstances[length] = {"segments": segments, **_circumstances(length, rows), **self.settings}
         # Rank 0 stores what was measured, and a rank that ran out of memory less: in a local folder, that of its own node.
         stored = dist.all_gather_object(self._stored(length) if dist.get_local_rank() == 0 else 0)
         if fitting := min(filter(None, stored), default=0):
@@ -221,7 +227,7 @@ class MicrobatchSize(Algorithm):
     def _measure(self, state: State, length: int, rows: int) -> float | None:
         """Return the peak bytes of training on `rows` rows, the largest of all ranks; None if they don't fit."""
         # A batch that needs the most memory is causal, if any is, with a target at every position.
-        causal = any(phase.objective.causal for phase in self.config.objective.phases)
+        causal = any(self.causal)
         peak = peak_bytes(lambda: self._train(state, length, rows, causal))
         if peak is None and _has_collectives(state):
             raise UserError(
@@ -271,8 +277,8 @@ def _has_collectives(state: State) -> bool:
     return state.fsdp_config is not None and dist.get_world_size() > 1
 
 
-def _is_measured(config: PretrainConfig) -> bool:
-    return config.microbatch_size == "auto" and torch.cuda.is_available()
+def _is_measured(size: int | str) -> bool:
+    return size == "auto" and torch.cuda.is_available()
 
 
 def _missing_optimizer_state(state: State) -> float:
@@ -288,8 +294,8 @@ def _missing_optimizer_state(state: State) -> float:
     return missing
 
 
-def _circumstances(config: PretrainConfig, length: int, rows: int) -> dict[str, Any]:
-    """Return the settings that affect the memory that a row takes, and the memory that is available."""
+def _circumstances(length: int, rows: int) -> dict[str, Any]:
+    """Return what was measured, and the memory that is available."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": device.name,
@@ -298,5 +304,4 @@ def _circumstances(config: PretrainConfig, length: int, rows: int) -> dict[str, 
         "ranks": dist.get_world_size(),
         "length": length,
         "most": rows,
-        **config.model_dump(mode="json", include={"model", "precision", "parallelism", "compute"}),
     }

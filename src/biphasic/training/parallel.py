@@ -16,7 +16,6 @@ from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.model.architecture import Architecture, shard_ranks
@@ -28,14 +27,13 @@ STATES_SHARE = 0.5
 """Maximum share of a device's memory for weights, gradients, their buckets and optimizer state under DDP."""
 
 
-def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
+def choose_strategy(strategy: Strategy | Literal["auto"], size: Architecture, checkpoint: str | None) -> Strategy:
     """Choose DDP or FSDP. `auto` chooses FSDP if the checkpoint is sharded or DDP would exceed `STATES_SHARE`.
 
     Raises:
         UserError: the checkpoint is sharded and the YAML says `ddp`.
     """
     sharded = checkpoint is not None and not checkpoint.endswith(".pt")
-    strategy = config.parallelism.strategy
     if strategy == "ddp" and sharded:
         raise UserError(
             f"parallelism.strategy: ddp can't load {checkpoint}, which is sharded: expected fsdp (with any number of ranks) "
@@ -51,7 +49,9 @@ def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str 
     return "ddp" if fits and not sharded else "fsdp"
 
 
-def parallelism_config(config: PretrainConfig, strategy: Strategy, *, monolithic: bool) -> dict[str, Any] | None:
+def parallelism_config(
+    strategy: Strategy, shard_degree: int | str, *, reshard_after_forward: bool = True, monolithic: bool
+) -> dict[str, Any] | None:
     """Return Composer's parallelism configuration; None for DDP, Composer's default.
 
     Weights, gradients and optimizer state are fp32. With `precision: amp_bf16`, layers compute with bf16 copies of the
@@ -60,15 +60,15 @@ def parallelism_config(config: PretrainConfig, strategy: Strategy, *, monolithic
     """
     if strategy == "ddp":
         return None
-    ranks, section = dist.get_world_size(), config.parallelism
-    shards = shard_ranks(section.shard_degree, ranks, dist.get_local_world_size())
+    ranks = dist.get_world_size()
+    shards = shard_ranks(shard_degree, ranks, dist.get_local_world_size())
     if ranks % shards:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
     return {
         "fsdp": _FSDP2(
             ranks // shards,
             shards,
-            reshard_after_forward=section.reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             state_dict_type="full" if monolithic else "sharded",
             mixed_precision="DEFAULT",
         )

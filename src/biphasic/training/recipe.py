@@ -19,7 +19,8 @@ from biphasic.checkpointing.open_run import Run, open_run
 from biphasic.checkpointing.save import RunSettings
 from biphasic.checkpointing.schedule import interval_schedule
 from biphasic.checkpointing.start_rules import ResumeGuard
-from biphasic.config.conversion_checks import bos_warning
+from biphasic.config.conversion_checks import bos_warning, conversion_record
+from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
@@ -43,7 +44,7 @@ from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
 from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
-from biphasic.training.record import RunRecord, conversion_record
+from biphasic.training.record import RunRecord
 from biphasic.training.step import GradientGuard, PretrainModel, data_spec
 from biphasic.training.switch import ObjectiveSwitch
 
@@ -104,12 +105,14 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
     for line in opened_streams(config.splits)[1]:
         run.say(line)
+    phases = [phase.objective for phase in config.objective.phases]
+    inputs = [
+        PhaseRows(each.source, each.shape, each.streams, each.data.reading, each.data.first_row(each.rows))
+        for each in config.inputs
+    ]
     batches = TrainingBatches(
-        resolve_phases(config.objective.phases, config.max_duration),
-        [
-            PhaseRows(each.source, each.shape, each.streams, each.data.reading, each.data.first_row(each.rows))
-            for each in config.inputs
-        ],
+        resolve_phases(phases, config.max_duration),
+        inputs,
         lambda own, rows: build_loader(
             own.reading, own.streams, rows, config.seed, train=True, vocab_size=tokenizer.vocab_size
         ),
@@ -138,7 +141,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     # Phases: which objective a batch has
     bases, validation = [each.rope_theta for each in config.inputs], _validation_objectives(config)
     objective = ObjectiveSwitch(
-        [phase.objective for phase in config.objective.phases],
+        phases,
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
         config.seed,
         validation=validation,
@@ -151,7 +154,14 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
     is_by_segment = model.backbone.attention_backend in ("varlen", "flash2")
-    microbatch = MicrobatchSize(config, conversions if is_by_segment else {})
+    microbatch = MicrobatchSize(
+        config.microbatch_size,
+        inputs,
+        [phase.causal for phase in phases],
+        config.checkpoint_destination,
+        config.model_dump(mode="json", include={"model", "precision", "parallelism", "compute"}),
+        conversions if is_by_segment else {},
+    )
     algorithms: list[Algorithm] = [learning_rate, objective, microbatch, guard]
 
     # What is measured, logged and saved
@@ -160,7 +170,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     callbacks: list[Callback] = [
         batches,
         ShardedModel(list(layers)),
-        RunRecord(config, model, data_record),
+        RunRecord(dump(config), phases, model, data_record),
         Meters(model.architecture(), recomputed_layers(model.backbone), precision),
         LRMonitor(),
         RuntimeEstimator(),
@@ -182,7 +192,12 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         loggers=loggers(config.logging, config.run_folder, config.run_name, run.id),
         precision=config.precision,
         device_train_microbatch_size=batches.batch_size,  # `MicrobatchSize` sets it
-        parallelism_config=parallelism_config(config, strategy, monolithic=(run.checkpoint or "").endswith(".pt")),
+        parallelism_config=parallelism_config(
+            strategy,
+            config.parallelism.shard_degree,
+            reshard_after_forward=config.parallelism.reshard_after_forward,
+            monolithic=(run.checkpoint or "").endswith(".pt"),
+        ),
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
@@ -216,8 +231,8 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     size = architecture_of(config.model)
     if size is None:
         model = build_language_model(*arguments)
-        return model, choose_strategy(config, model.architecture(), run.checkpoint)
-    strategy = choose_strategy(config, size, run.checkpoint)
+        return model, choose_strategy(config.parallelism.strategy, model.architecture(), run.checkpoint)
+    strategy = choose_strategy(config.parallelism.strategy, size, run.checkpoint)
     # With FSDP the other ranks receive rank 0's weights, so their models are built on the meta device.
     on_meta = strategy == "fsdp" and not is_first_rank()
     return build_language_model(*arguments, on_meta=on_meta), strategy

@@ -5,36 +5,30 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.config.conversion_checks import row_problems
-from biphasic.config.load import dump
-from biphasic.config.phase_inputs import PhaseInputs, sources
-from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.streams import StreamRecord
-from biphasic.data.tokenizer import Tokenizer
 from biphasic.durations import TrainingProgress
-from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.batch import step_of
+from biphasic.objectives.objective import Objective
 from biphasic.provenance import provenance
 
 
 class RunRecord(Callback):
     """Callback that keeps the run record. Composer stores it in checkpoints under this class's name.
 
-    `data` is the result of `conversion_record`.
+    `config` is the configuration as YAML, `objectives` are those of its phases, and `data` is how the data was converted.
     """
 
-    def __init__(self, config: PretrainConfig, model: LanguageModel, data: dict[str, Any]):
-        objectives = [phase.objective for phase in config.objective.phases]
+    def __init__(self, config: str, objectives: Sequence[Objective], model: LanguageModel, data: dict[str, Any]):
         self._backbone = model.config
         self.record: dict[str, Any] = {
-            "config": dump(config),
+            "config": config,
             "command": shlex.join(sys.argv),
             **provenance(),
             "ranks": dist.get_world_size(),
@@ -86,45 +80,3 @@ class RunRecord(Callback):
             self.record[name] = previous[name]
         for phase, stored in zip(self.record["phases"], previous["phases"], strict=False):
             phase.update(batches=stored["batches"], tokens=stored["tokens"])
-
-
-def conversion_record(
-    config: PretrainConfig, tokenizer: Tokenizer, conversions: dict[str, StreamRecord]
-) -> dict[str, Any]:
-    """Return how the training data was converted, for the run record; empty if no stream has a conversion record.
-
-    Raises:
-        UserError: a stream was converted with another tokenizer or sequence length.
-    """
-    if problems := row_problems(config, conversions, tokenizer):
-        raise UserError("\n".join(problems))
-    if not conversions:
-        return {}
-    first, *later = (_data_record(each, conversions) for each in sources(config.inputs))
-    record = {"tokenizer_sha256": tokenizer.sha256, **first}
-    if any(conversion.record.get("config", {}).get("add_bos") for conversion in conversions.values()):
-        record["add_bos"] = True
-    return {**record, "later": later} if later else record
-
-
-def _data_record(inputs: PhaseInputs, conversions: dict[str, StreamRecord]) -> dict[str, Any]:
-    """Return source and size of a phase's data, as far as its streams have records."""
-    streams: dict[str, dict[str, Any]] = {}
-    for key in filter(conversions.__contains__, inputs.streams):
-        conversion = conversions[key]
-        record = conversion.record
-        counts = {name: conversion.split[name] for name in ("tokens", "rows", "documents") if name in conversion.split}
-        source, commit = record.get("config", {}).get("source"), record.get("source", {}).get("commit")
-        if isinstance(source, dict) and commit is not None:
-            # The YAML may name a branch, which may have moved since the conversion.
-            source = {**source, "revision": commit}
-        streams[key.rpartition(".")[2]] = {"source": source, **counts}
-    if inputs.data.mix is None or not streams:
-        return streams.get("train", {})
-    shares = [f"{name} ({inputs.data.mix[name].proportion:.4g})" for name in sorted(streams)]
-    counted = set.intersection(*(set(counts) for counts in streams.values())) - {"source"}
-    return {
-        "source": f"a mix of {', '.join(shares)}",
-        **{name: sum(counts[name] for counts in streams.values()) for name in sorted(counted)},
-        "mix": streams,
-    }
