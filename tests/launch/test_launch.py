@@ -324,6 +324,8 @@ REMOTE = 'exec env --default-signal=INT,TERM,HUP sh -c "$*"'
 def checkout(node: Node, tmp_path: Path) -> Path:
     folder = tmp_path / "a checkout"
     shutil.copytree(LAUNCH, folder / "recipes" / "launch")
+    (folder / "src" / "biphasic").mkdir(parents=True)
+    shutil.copy(LAUNCH.parents[1] / "src" / "biphasic" / "launcher.py", folder / "src" / "biphasic")
     node.program("ssh", SSH + REMOTE)
     return folder
 
