@@ -137,10 +137,10 @@ def test_pytorch_accepts_its_allocators_settings_and_is_imported_after_them(tmp_
     code = """
 import sys
 from biphasic.devices import set_allocators
-import main
+from biphasic import main
 from unittest.mock import patch
 imported = []
-with patch("main.set_allocators", lambda: (imported.append("torch" in sys.modules), set_allocators())):
+with patch("biphasic.main.set_allocators", lambda: (imported.append("torch" in sys.modules), set_allocators())):
     main.main(["missing.yaml"])
 import torch
 print(imported, torch._C._accelerator_getAllocatorSettings())

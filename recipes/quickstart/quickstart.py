@@ -35,11 +35,17 @@ PRETRAIN, DATA = "yamls/quickstart.yaml", "yamls/data/quickstart.yaml"
 RETRIEVAL, LABELLING = "yamls/finetune/quickstart_retrieval.yaml", "yamls/finetune/quickstart_parameters.yaml"
 TASKS, SWEEP = f"{HERE}/tasks.yaml", f"{HERE}/sweep.yaml"
 MODELS = ("clm-mlm", "mlm", "clm", "untrained")
-CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
+CODE = [
+    *("src/biphasic/config", "src/biphasic/data", "src/biphasic/model"),
+    *("src/biphasic/durations.py", "src/biphasic/timeline.py"),
+]
 CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
-TRAINING = [*CODE, "src/main.py", "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
+TRAINING = [
+    *CODE, "src/biphasic/main.py", "src/biphasic/initial_model.py", "src/biphasic/objectives", "src/biphasic/training",
+    "src/biphasic/checkpointing",
+]  # fmt: skip
 FINETUNING = [
-    *CODE, "src/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export",
+    *CODE, "src/biphasic/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export",
     "src/biphasic/training", "src/biphasic/evaluation", "src/biphasic/grouping.py",
 ]  # fmt: skip
 REPORT = ["src/biphasic/report", "src/biphasic/report/report.html"]

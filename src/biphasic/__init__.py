@@ -4,11 +4,7 @@ The names below stay (docs/library.md). Each is imported when it is first used: 
 that Composer's Trainer takes need Composer.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, which is not imported here: `import biphasic` imports nothing else
 if TYPE_CHECKING:
     from biphasic.data.packing import pack
     from biphasic.model.attention_check import check_attention
@@ -41,7 +37,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _NAMES:
         raise AttributeError(f"module 'biphasic' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"biphasic.{_NAMES[name]}"), name)

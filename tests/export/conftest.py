@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from biphasic.config.load import dump
+from biphasic.objectives.objective import CLM, MLM
 from conftest import Write
 from helpers.tiny import config_of
+
+CLM_WORDS, MLM_WORDS = ({"name": kind.name, "words": kind.words, "causal": kind.causal} for kind in (CLM, MLM))
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def record(write_yaml: Write) -> dict[str, Any]:
         "tokens": 3072,
         "epochs": 0,
         "seconds": 5400.0,
-        "phases": [{"name": "clm", "batches": 6, "tokens": 1536}, {"name": "mlm", "batches": 6, "tokens": 1536}],
+        "phases": [{**CLM_WORDS, "batches": 6, "tokens": 1536}, {**MLM_WORDS, "batches": 6, "tokens": 1536}],
         "losses": {"loss/train/mlm": 2.5},
         "data": {"source": source, "tokens": 100, "rows": 4, "tokenizer_sha256": "ab"},
     }

@@ -120,7 +120,7 @@ def test_steps_have_the_size_of_their_batches(record: dict[str, Any]) -> None:
     config = yaml.safe_load(record["config"])
     config["objective"]["phases"][1] |= {"global_batch_size": 4, "data": {"folder": "long", "sequence_length": 64}}
     config["objective"]["phases"].append({"name": "mlm", "masking_ratio": 0.2})
-    record["phases"].append({"name": "mlm", "batches": 1, "tokens": 256})
+    record["phases"].append({**record["phases"][1], "batches": 1, "tokens": 256})
     record["config"] = yaml.safe_dump(config)
     card = pretrained_card(record)
     for line in (

@@ -217,7 +217,10 @@ def test_the_card_has_no_credentials_and_escapes_tables(write_yaml: Write) -> No
     record = {
         **{name: 6 for name in ("batches", "rows", "tokens", "epochs", "ranks", "seconds")},
         **{"config": text, "command": "main.py a|b", "versions": {}, "hardware": "none", "losses": {}},
-        "phases": [{"name": "clm", "batches": 6, "tokens": 6}, {"name": "mlm", "batches": 0, "tokens": 0}],
+        "phases": [
+            {"name": "clm", "words": "CLM", "causal": True, "batches": 6, "tokens": 6},
+            {"name": "mlm", "words": "MLM", "causal": False, "batches": 0, "tokens": 0},
+        ],
         "data": {"source": {"kind": "hub", "path": "org/set", "name": None}, "tokens": 5, "tokenizer_sha256": "ab"},
     }
     card = pretrained_card(record)

@@ -160,8 +160,8 @@ def test_the_image_s_torch_has_its_libraries(backend: str, tmp_path: Path) -> No
             "triton==3.9.0"]  # fmt: skip
     (tmp_path / "requirements.lock").write_text("".join(f"{line}\n" for line in lock))
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "x"\nversion = "1"\ndependencies = ["mosaicml==0.32.1", "torch>=2.11"]\n'
-        '[project.optional-dependencies]\ngpu = ["kernels"]\n'
+        '[project]\nname = "x"\nversion = "1"\n'
+        '[project.optional-dependencies]\nall = ["mosaicml==0.32.1", "torch>=2.11"]\ngpu = ["kernels"]\n'
         f'[tool.uv]\nno-index = true\nfind-links = ["{wheels}"]\noverride-dependencies = ["torch>=2.11", "numpy>=2.4"]\n'
     )
     programs = tmp_path / "bin"

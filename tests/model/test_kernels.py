@@ -43,8 +43,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(kernels, "_has_module", lambda name: name in modules)
-        monkeypatch.setattr(kernels, "activate_flash_attention_impl", lambda name: active.append(name.lower()))
-        monkeypatch.setattr(kernels, "restore_flash_attention_impl", lambda _raise_warn: active.append("fa2"))
+        monkeypatch.setattr(
+            "torch.nn.attention.activate_flash_attention_impl", lambda name: active.append(name.lower())
+        )
+        monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda _raise_warn: active.append("fa2"))
         monkeypatch.setattr(kernels, "try_attention", try_attention)
         return active
 
