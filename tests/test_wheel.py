@@ -73,6 +73,9 @@ def test_the_wheel_beside_what_plain_pip_installs(wheel: Path, tmp_path: Path) -
     assert run(python, "-c", VERSIONS, cwd=tmp_path).split() == before
     output = run(python, SCRIPT, "checkpoints", cwd=tmp_path)
     assert "biphasic.packed_attention      bidirectional  yes     no" in output
-    assert "nothing" in run(python, SCRIPT, "checkpoints", cwd=tmp_path) or list(
-        (tmp_path / "checkpoints").glob("*.pt")
-    )
+    # As if it had been stopped after half of its batches: Composer's autoresume reads the link.
+    latest = tmp_path / "checkpoints" / "latest-rank0.pt"
+    latest.unlink()
+    latest.symlink_to("ep0-ba100-rank0.pt")
+    run(python, SCRIPT, "checkpoints", cwd=tmp_path)
+    assert latest.resolve().name.endswith("-ba200-rank0.pt")
