@@ -44,7 +44,7 @@ def _forward(parts: LanguageModel, batch: Mapping[str, Any], with_logits: bool) 
 
     step, inputs, targets = step_of(batch), batch["input_ids"], batch.get("labels")
     segments = segments_of(batch)
-    loss = logits = None
+    loss = None
     if targets is not None and not with_logits:
         total, _ = parts(inputs.flatten(), targets.flatten(), segments, step.causal)
         return CausalLMOutput(loss=step.mean_loss(total, len(inputs)))

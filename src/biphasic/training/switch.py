@@ -71,7 +71,7 @@ class ObjectiveSwitch(Algorithm):
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
         self._spans: tuple[Duration, list[ResolvedPhase]] | None = None
         self._expected: Tensor | None = None
-        """Loss of the first batch after a start, summed over its microbatches; then None."""
+        """Loss of the first batch after a start, summed over its microbatches."""
         self._is_checked = False
 
     def span(self, state: State, time: TrainingProgress) -> ResolvedPhase:
