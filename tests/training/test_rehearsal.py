@@ -55,8 +55,8 @@ def fp32_attention_with_a_break(query, key, value, *rest):
     torch._dynamo.graph_break()
     return varlen(query.float(), key.float(), value.float(), *rest).to(query.dtype)
 
-def bf16_moments(model, *given):
-    made = build(model, *given)
+def bf16_moments(model, *given, **adam):
+    made = build(model, *given, **adam)
     def cast(dtype):
         for state in made.state.values():
             state["exp_avg"] = state["exp_avg"].to(dtype)
