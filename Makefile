@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu test-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are, $(3) is the command.
@@ -112,6 +112,13 @@ mutants: env
 	$(BIN)/uv pip install --quiet --python $(BIN)/python "mutmut>=3.8,<4"
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(WORKERS) $(if $(MUTANTS),'$(MUTANTS)')
 	$(BIN)/mutmut results
+
+# What other libraries do against expectation (findings/README.md): which of it has changed. About 20 minutes; needs a registry.
+findings: env
+	@changed=0; for script in findings/*.sh; do \
+		output=$$($$script 2>&1) && status="as described" || { status="CHANGED, or can't be installed (status $$?)"; changed=1; }; \
+		echo "$$script: $$status"; case $$status in as*) ;; *) echo "$$output" ;; esac; \
+	done; exit $$changed
 
 # The first batches of each pretraining YAML on fake GPUs and ranks: shapes, devices, graphs, FLOPs, memory.
 rehearse: env
