@@ -34,26 +34,26 @@ def test_every_section_and_key_is_described(job: str) -> None:
 def test_types_limits_and_defaults() -> None:
     pretrain = {(section.key, section.kind): section for section in sections_of("pretrain")}
     top, mlm = pretrain["", ""], pretrain["objective.phases.N", "name: mlm"]
-    assert key_of(top, "seed")[:2] == ("integer ≥ 0 and < 2**32", "`42`")
-    assert key_of(top, "microbatch_size")[:2] == ("integer > 0 or `auto`", "`auto`")
+    assert key_of(top, "seed")[:2] == ("integer ≥ 0 and < 2**32", "default: `42`")
+    assert key_of(top, "microbatch_size")[:2] == ("integer > 0 or `auto`", "default: `auto`")
     assert key_of(top, "max_duration")[:2] == ("length, such as `1000ba`", "required")
-    assert key_of(mlm, "masking_ratio")[:2] == ("number > 0 and < 1 or section", "`0.4`")
-    assert key_of(pretrain["optimizer", ""], "betas")[:2] == ("list (2) of number ≥ 0 and < 1", "`[0.9, 0.95]`")
-    assert key_of(pretrain["optimizer", ""], "lr")[1] == "`0.0005`"
-    assert key_of(pretrain["data", ""], "cache_limit")[:2] == ("size in bytes, such as `200gb` or `null`", "`null`")
+    assert key_of(mlm, "masking_ratio")[:2] == ("number > 0 and < 1 or section", "default: `0.4`")
+    assert key_of(pretrain["optimizer", ""], "betas")[:2] == ("list (2) of number ≥ 0 and < 1", "default: `[0.9, 0.95]`")
+    assert key_of(pretrain["optimizer", ""], "lr")[1] == "default: `0.0005`"
+    assert key_of(pretrain["data", ""], "cache_limit")[:2] == ("size in bytes, such as `200gb` or `null`", "default: `null`")
     # A job may give a shared section other defaults.
     finetune = {section.key: section for section in sections_of("finetune")}
-    assert key_of(finetune["optimizer"], "lr")[1] == "`5e-05`"
-    assert key_of(finetune["logging"], "tensorboard")[1] == "`false`"
+    assert key_of(finetune["optimizer"], "lr")[1] == "default: `5e-05`"
+    assert key_of(finetune["logging"], "tensorboard")[1] == "default: `false`"
 
 
 def test_keys_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pretrain:" in describe_keys() and "objective.phases.N" in describe_keys()
     shared = describe_keys("checkpoint.keep_at")
-    assert shared.startswith("checkpoint  (job: pretrain)") and "never deleted" in shared
-    assert describe_keys("logging.wandb").startswith("logging  (job: pretrain, finetune)"), "shown once for both"
+    assert shared.startswith("## `checkpoint` (job: pretrain)") and "never deleted" in shared
+    assert describe_keys("logging.wandb").startswith("## `logging` (job: pretrain, finetune)"), "shown once for both"
     assert describe_keys("logging.wandb").count("Project of Weights & Biases") == 1
-    assert describe_keys("phases.masking_ratio").count("masking_ratio  (number") == 1
+    assert describe_keys("phases.masking_ratio").count("`masking_ratio` (number") == 1
     assert "stride" in describe_keys("finetune.task") and "model_name" not in describe_keys("finetune.task")
     assert main(["keys", "optimizer.lrr"]) == 2
     assert "did you mean optimizer.lr" in capsys.readouterr().err

@@ -77,35 +77,6 @@ def test_a_message_places_a_key_where_it_was_written() -> None:
     assert f"{QUICKSTART}:{line}: model.num_heads: " in problems(QUICKSTART, "model={hidden_size: 129}")
 
 
-def test_a_base_says_that_it_is_one() -> None:
-    for name, user in {"paper": "1b_biphasic", "paper_rows": "data/own_text", "finetune": "finetune/sst2"}.items():
-        message = problems(ROOT / "yamls" / "base" / f"{name}.yaml")
-        assert "is a base" in message and "\n" not in message
-        assert name == "finetune" or str(ROOT / "yamls" / f"{user}.yaml") in message
-
-
-def test_a_mistake_in_a_folder_named_base_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    file = tmp_path / "base" / "own.yaml"
-    file.write_text(f"defaults: {QUICKSTART}\nmax_durration: 10ba\n")
-    assert "max_durration: unknown key; did you mean `max_duration`?" in problems(file)
-
-
-def test_a_base_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "own.yaml").write_text("job: pretrain\n")
-    (tmp_path / "a.yaml").mkdir()
-    (tmp_path / "b.yaml").symlink_to("nowhere.yaml")
-    (tmp_path / "run.yaml").write_text("defaults: base/own.yaml\n")
-    assert f"run a YAML that builds on it: {tmp_path / 'run.yaml'}" in problems(tmp_path / "base" / "own.yaml")
-
-
-def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    for name in ("210m_biphasic.yml", "210_biphasic.yaml"):
-        assert f"did you mean {ROOT / 'yamls' / '210m_biphasic.yaml'}?" in problems(ROOT / "yamls" / name)
-    assert "did you mean" not in problems(tmp_path / "run.yaml")
-
-
 def test_problems_stay_what_they_are_in_another_process() -> None:
     with pytest.raises(ConfigError) as caught:
         load(FINEWEB, ["sequence_lengt=512", "shard_bytes=many"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel
 from biphasic.config.base import JOBS, JobConfig, schema_of
 from biphasic.config.check import check
 from biphasic.config.read import escape_interpolations, read_tree
-from biphasic.errors import ConfigError, Problem, UserError
+from biphasic.errors import UserError
 
 if TYPE_CHECKING:
     from biphasic.config.convert import ConvertConfig
@@ -27,10 +25,6 @@ if TYPE_CHECKING:
     Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
 
 Job = TypeVar("Job", bound=JobConfig)
-_BASES = "base"
-"""Name of folders with YAMLs that are only for the `defaults:` of others."""
-_LACKING = re.compile(r"is missing|Interpolation key \S+ not found")
-"""Messages about keys that a base leaves to the YAMLs that build on it."""
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -46,13 +40,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
             models of a study.
     """
     tree = read_tree(file, overrides or [])
-    try:
-        config: Config = check(tree.content(), JOBS, tree.source, ranks)  # pyright: ignore[reportAssignmentType]
-    except ConfigError as error:
-        lacks_keys = all(_LACKING.match(problem.message) for problem in error.problems)
-        if Path(file).parent.name == _BASES and lacks_keys:
-            raise ConfigError([_base_problem(Path(file), [problem.key for problem in error.problems])]) from None
-        raise
+    config: Config = check(tree.content(), JOBS, tree.source, ranks)  # pyright: ignore[reportAssignmentType]
     if config.job == "study":
         from biphasic.config.study import expand
 
@@ -67,18 +55,6 @@ def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = 
         expected = next(job for job in JOBS if schema_of(job) is schema)
         raise UserError(f"{file}: is job: {config.job}; expected job: {expected}")
     return config
-
-
-def _base_problem(file: Path, keys: list[str]) -> Problem:
-    """Return the problem that a base can't be run by itself. It names YAMLs that build on it."""
-    name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
-    yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
-    users = list[str]()
-    for path in yamls:
-        with suppress(OSError):  # a folder, a dangling link, a file of another user
-            users += [str(path)] if name.search(path.read_text(encoding="utf-8", errors="replace")) else []
-    advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in a YAML's `defaults:`"
-    return Problem(str(file), "", f"is a base, which lacks {', '.join(keys)} and isn't run by itself; {advice}")
 
 
 def dump(config: BaseModel) -> str:

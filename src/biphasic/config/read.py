@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
 
 _FIELD = re.compile(r"\s*\{\w+\}")
+_KIND = re.compile(r"[^=]*\.(kind|phases\.\d+\.name)=")
 _COMMAND_LINE = "command line"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
@@ -69,21 +69,17 @@ class KeyTree:
             for index, child in new.items():
                 old[int(index)] = self._merge(old[int(index)], child, f"{key}.{index}")
             return old
-        if not isinstance(old, dict) or not isinstance(new, dict):
-            self._forget(key)
-            return deepcopy(new)
         kind = "name" if re.fullmatch(r"objective\.phases\.\d+", key) else "kind"  # where a section's kind is written
-        if isinstance(old.get(kind), str) and isinstance(new.get(kind), str) and old[kind] != new[kind]:
-            # Keep keys from the command line: the order of overrides does not matter.
-            for name in [name for name in old if self.source(f"{key}.{name}") != _COMMAND_LINE]:
-                del old[name]
-                self._forget(f"{key}.{name}")
+        if not isinstance(old, dict) or not isinstance(new, dict) or _differ(old.get(kind), new.get(kind)):
+            self.where = {k: place for k, place in self.where.items() if k == key or not within(k, key)}
+            return deepcopy(new)
         for name, child in new.items():
             old[name] = self._merge(old.get(name), child, f"{key}.{name}".lstrip("."))
         return old
 
-    def _forget(self, key: str) -> None:
-        self.where = {k: place for k, place in self.where.items() if not within(k, key)}
+
+def _differ(old: Any, new: Any) -> bool:
+    return isinstance(old, str) and isinstance(new, str) and old != new
 
 
 def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
@@ -93,7 +89,8 @@ def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
     """
     tree = KeyTree(Path(file))
     _read(Path(file), tree, ())
-    for override in overrides:
+    # A section's kind first, since it replaces the section.
+    for override in sorted(overrides, key=lambda text: not _KIND.match(text)):
         _override(override, tree)
     return tree
 
@@ -122,12 +119,10 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
         raise _config_error(name, "", f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:
         user = f" (named in `defaults:` of {tree.file})" if including else ""
-        reason = f"can't be read: {getattr(error, 'strerror', None) or error}{user}{_similar_file(file)}"
+        reason = f"can't be read: {getattr(error, 'strerror', None) or error}{user}"
         raise _config_error(name, "", reason) from None
     nodes, content = _parse(text, name)
-    with _errors_reported(lambda _: name, "defaults"):
-        value = OmegaConf.create({"defaults": content.pop("defaults", None)}).defaults
-        value = list(value) if OmegaConf.is_list(value) else value
+    value = content.pop("defaults", None)
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(base, str) for base in names):
         raise _config_error(name, "defaults", f"expected the path of a YAML or a list of paths; got {value!r}")
@@ -136,17 +131,6 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
     tree.update("", content, {})
     if nodes is not None:
         tree.where.update(_places(nodes, "", name))
-
-
-def _similar_file(file: Path) -> str:
-    """Return a question with the existing YAML whose name is nearest, or an empty string."""
-    with suppress(OSError, ValueError):
-        names = [other.name for other in file.parent.iterdir() if other.suffix in (".yaml", ".yml")]
-        same = [name for name in names if Path(name).stem == file.stem]
-        near = same or difflib.get_close_matches(file.name, names, 1, 0.7)
-        if not file.exists() and near:
-            return f"; did you mean {file.parent / near[0]}?"
-    return ""
 
 
 def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,11 +28,9 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """A section of a job's YAML, and its keys.
+    """A section of a job's YAML. `key` is empty at the top; in it, `N` stands for a list index, `NAME` for a user's name.
 
-    Attributes:
-        key: dotted key of the section, empty at the top; `N` stands for a list index, `NAME` for a user's name.
-        kind: which of several variants of the section, e.g. `kind: files`; empty if there is only one.
+    `kind` says which of several variants of the section it is, e.g. `kind: files`; it is empty if there is only one.
     """
 
     key: str
@@ -44,6 +41,13 @@ class KeySection(NamedTuple):
     def path(self, key: Key) -> str:
         """Return the dotted key of one of the section's keys."""
         return f"{self.key}.{key.name}".lstrip(".")
+
+    def describe(self, note: str = "") -> str:
+        """Return the section as Markdown, with a note after its title."""
+        title = f"`{self.key}`" if self.key else "At the top"
+        title += f" with `{self.kind}`" if self.kind else ""
+        keys = [f"- `{key.name}` ({key.type}; {key.default}): {key.description}" for key in self.keys]
+        return "\n".join([f"## {title}{note}", "", self.description, "", *keys, ""])
 
 
 @cache
@@ -115,11 +119,11 @@ def _default(field: dict[str, Any]) -> str:
         return "required"
     value = field["default"]
     if "$ref" in field:
-        return "its keys' defaults"
+        return "default: its keys' defaults"
     if isinstance(value, float):
-        return f"`{value:g}`"
+        return f"default: `{value:g}`"
     text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n")
-    return f"`{text.strip()}`"
+    return f"default: `{text.strip()}`"
 
 
 def _one_line(text: str) -> str:
@@ -132,17 +136,14 @@ def _description_of_job(job: str) -> str:
 
 
 def describe_keys(name: str = "") -> str:
-    """Return keys as text for a terminal.
+    """Return keys as Markdown.
 
     `name` is a job, a section or a key: `pretrain`, `optimizer`, `optimizer.lr`, `finetune.task`, `lr`, or a middle
-    part: `phases`. An empty name lists the sections of all jobs. Raises a UserError with similar names if none matches.
+    part: `phases`. An empty name lists the sections of all jobs. Raises a UserError with a similar name if none matches.
     """
     if not name:
-        lines = ["biphasic keys SECTION, such as `biphasic keys pretrain.optimizer` or `biphasic keys optimizer.lr`"]
-        for job in JOBS:
-            keys = ", ".join(dict.fromkeys(section.key for section in sections_of(job) if section.key))
-            lines += ["", f"{job}: {_description_of_job(job)}", *([f"    {keys}"] if keys else [])]
-        return "\n".join(lines)
+        sections = {job: dict.fromkeys(section.key for section in sections_of(job) if section.key) for job in JOBS}
+        return "\n\n".join(f"{job}: {_description_of_job(job)}\n    {', '.join(sections[job])}" for job in JOBS)
     first, _, rest = name.partition(".")
     jobs, part = ([first], rest) if first in JOBS else (JOBS, name)
     # A section that several jobs share is shown once.
@@ -152,10 +153,10 @@ def describe_keys(name: str = "") -> str:
             if keys := tuple(key for key in section.keys if _matches(section.path(key), part)):
                 jobs_of.setdefault(section._replace(keys=keys), []).append(job)
     if jobs_of:
-        return "\n\n".join(_terminal(section, jobs) for section, jobs in jobs_of.items())
+        return "\n".join(section.describe(f" (job: {', '.join(jobs)})") for section, jobs in jobs_of.items())
     known = {section.path(key) for job in JOBS for section in sections_of(job) for key in section.keys}
-    near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 3, 0.5)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+    near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 1, 0.5)
+    hint = f"; did you mean {near[0]}?" if near else ";"
     raise UserError(f"no key or section {name!r}{hint} `biphasic keys` lists the sections")
 
 
@@ -165,42 +166,16 @@ def _matches(key: str, name: str) -> bool:
     return not name or any(f".{name}." in f".{form}." for form in (key, short))
 
 
-def _terminal(section: KeySection, jobs: list[str]) -> str:
-    kind = f", {section.kind}" if section.kind else ""
-    title = f"{section.key or 'at the top'}{kind}  (job: {', '.join(jobs)})"
-    lines = [title, *textwrap.wrap(section.description, 100)]
-    for key in section.keys:
-        default = key.default if key.default == "required" else f"default: {key.default}"
-        lines += ["", f"  {key.name}  ({key.type}; {default})"]
-        lines += textwrap.wrap(key.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines).replace("`", "")
-
-
 def pages() -> dict[str, str]:
     """Return the pages of docs/reference by file name."""
-    index = [
-        "# Reference: every key of every job",
-        "",
-        "How YAMLs are read, merged and overridden: [configuration](../configuration.md). In the terminal:",
-        "`biphasic keys optimizer`.",
-        "",
-        "| `job:` | |",
-        "|-|-|",
-        *(f"| [`{job}`]({job}.md) | {_description_of_job(job)} |" for job in JOBS),
-    ]
-    return {"README.md": "\n".join(index) + "\n", **{f"{job}.md": _page(job) for job in JOBS}}
+    index = """# Reference: every key of every job
 
+How YAMLs are read, merged and overridden: [configuration](../configuration.md). In the terminal: `biphasic keys optimizer`.
 
-def _page(job: str) -> str:
-    lines = [f"# Keys of `job: {job}`", "", _description_of_job(job)]
-    for section in sections_of(job):
-        if section.key:
-            kind = f" with `{section.kind}`" if section.kind else ""
-            lines += [f"## `{section.key}`{kind}", "", section.description]
-        lines += ["", "| key | type | default | what it is |", "|-|-|-|-|"]
-        for key in section.keys:
-            cells = (cell.replace("|", "\\|") for cell in key[1:])
-            lines.append(f"| `{key.name}` | {' | '.join(cells)} |")
-        lines.append("")
-    lines.append("Written by `biphasic keys --write docs/reference` from the classes in `src/biphasic/config/`.")
-    return "\n".join(lines) + "\n"
+"""
+    written = "Written by `biphasic keys --write docs/reference` from the classes in `src/biphasic/config/`.\n"
+    texts = {"README.md": index + "".join(f"- [`{job}`]({job}.md): {_description_of_job(job)}\n" for job in JOBS)}
+    for job in JOBS:
+        sections = (section.describe() for section in sections_of(job))
+        texts[f"{job}.md"] = "\n".join([f"# Keys of `job: {job}`", "", *sections, written])
+    return texts
