@@ -80,21 +80,21 @@ def test_disk_needs_of_a_run(write_yaml: Write, tmp_path: Path) -> None:
     unpacked = sum(shard["raw_data"]["bytes"] for shard in json.loads((train / "index.json").read_text())["shards"])
     remote = {"data.train": f"{{local: {cache}, remote: {train}}}"}
     # The data is no cache; all 12 checkpoints are kept.
-    assert disk_needs(config_of(path), 1) == [(folder, 12 * each)]
+    assert disk_needs(config_of(path)) == [(folder, 12 * each)]
     # The newest two, the switch, the decay's start, and the one that is written.
-    assert disk_needs(config_of(path, **{"checkpoint.keep": 2}), 1) == [(folder, 5 * each)]
+    assert disk_needs(config_of(path, **{"checkpoint.keep": 2})) == [(folder, 5 * each)]
     kept = config_of(path, **{"checkpoint.keep": 2, "checkpoint.keep_at": "[2ba,3ba]"})
-    assert disk_needs(kept, 1) == [(folder, 7 * each)]
+    assert disk_needs(kept) == [(folder, 7 * each)]
     # A cache takes its dataset's size, or the limit if that is smaller.
-    assert disk_needs(config_of(path, **remote), 1)[0] == (cache, unpacked)
-    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1tb"}), 1)[0] == (cache, unpacked)
-    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1000b"}), 1)[0] == (cache, 1000)
+    assert disk_needs(config_of(path, **remote))[0] == (cache, unpacked)
+    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1tb"}))[0] == (cache, unpacked)
+    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1000b"}))[0] == (cache, 1000)
     # A run that saves to a bucket has the newest and the one that is written on its disk.
-    assert disk_needs(config_of(path, **{"checkpoint.folder": "s3://bucket/needs"}), 1) == [(folder, 2 * each)]
+    assert disk_needs(config_of(path, **{"checkpoint.folder": "s3://bucket/needs"})) == [(folder, 2 * each)]
     # What is stored already is subtracted.
     folder.mkdir(parents=True)
     (folder / "ba3-rank0.pt").write_bytes(bytes(each))
-    assert disk_needs(config_of(path, **{"checkpoint.keep": 2}), 1) == [(folder, 4 * each)]
+    assert disk_needs(config_of(path, **{"checkpoint.keep": 2})) == [(folder, 4 * each)]
 
 
 def config_parameters(path: Path) -> int:
@@ -104,7 +104,7 @@ def config_parameters(path: Path) -> int:
 
 
 def rank(node: int, number: int, **changes: Any) -> dict[str, Any]:
-    usual = {"host": f"node{node}", "node": node, "rank": number, "clock": 1000.0 + number / 1000, "faults": [],
+    usual = {"host": f"node{node}", "node": node, "faults": [],
              "device": "H100, 85 GB", "versions": "torch 2.7.0, CUDA 12.6", "node_bandwidth": 300.0,
              "bandwidth": 90.0}  # fmt: skip
     return {**usual, **changes}
@@ -115,7 +115,6 @@ def rank(node: int, number: int, **changes: Any) -> dict[str, Any]:
     [
         ({"device": "A100, 42 GB"}, "node 2 (node2): device is A100, 42 GB, the others have H100, 85 GB"),
         ({"versions": "torch 2.6.0, CUDA 12.6"}, "node 2 (node2): versions is torch 2.6.0, CUDA 12.6, the others"),
-        ({"clock": 1042.0}, "node 2 (node2): its clock differs from the others' by +42 s"),
         ({"node_bandwidth": 20.0}, "node 2 (node2): its ranks all-reduce among themselves at 20 GB/s, the median"),
         ({"faults": ["no bucket"]}, "node 2 (node2): no bucket"),
     ],
@@ -166,7 +165,7 @@ def test_a_name_that_other_nodes_cannot_reach(
     # What comes after the check would wait for the other ranks.
     monkeypatch.setattr("biphasic.preflight.rank_facts", lambda config: 1 / 0)
     with pytest.raises(UserError if refused else ZeroDivisionError) as raised:
-        check(str(write_yaml()), ["microbatch_size=2"])
+        check(config_of(write_yaml()))
     assert ("set GLOO_SOCKET_IFNAME to the network interface" in str(raised.value)) == refused
 
 

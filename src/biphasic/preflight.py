@@ -14,14 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from composer.utils import dist
+
 from biphasic.amounts import format_bytes
+from biphasic.checkpointing.node_folders import require_node_folders
 from biphasic.checkpointing.start_rules import ResumeGuard
+from biphasic.checkpointing.stopping import RankGroup
+from biphasic.config.conversion_checks import conversion_record
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.load import load
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.mds_reader import INDEX
+from biphasic.data.row_format import stored_row_problems
+from biphasic.data.shards import require_first_shard
 from biphasic.data.streams import RowStream, opened_streams, read_conversions
+from biphasic.data.tokenizer import load_tokenizer
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED, is_first_rank
@@ -30,8 +39,6 @@ from biphasic.storage import is_remote, open_store, user_error
 _ALL_REDUCE_VALUES = 1 << 25
 """Number of fp32 values in the timed all-reduce on GPUs, 128 MiB. CPUs use an eighth of this."""
 _ALL_REDUCE_ROUNDS = 5
-_MAX_CLOCK_SKEW = 5.0
-"""In seconds. Signed requests to a bucket tolerate minutes, but logs of different nodes are compared by the second."""
 _MIN_BANDWIDTH_SHARE = 0.5
 """A node is reported if its all-reduce has less than this share of the median node's bandwidth."""
 
@@ -40,23 +47,14 @@ RankFacts = dict[str, Any]
 (how many of these are about a bucket that can't be reached at the moment)."""
 
 
-def check(file: str, overrides: list[str]) -> int:
+def check(config: PretrainConfig | FinetuneConfig) -> int:
     """Run all checks on all ranks, print the report on rank 0, and return the exit status.
 
-    The status is 0 without faults, `FAILED` if all faults may be temporary, and `REFUSED` otherwise.
-
-    Raises:
-        ConfigError: the YAML can't be used.
-        UserError: the YAML's job trains nothing, or the other nodes can't reach this one by the address of its name.
+    The status is 0 without faults, `FAILED` if all faults may be temporary, and `REFUSED` otherwise. Raises a UserError
+    if the other nodes can't reach this one by the address of its name.
     """
-    config = load(file, overrides, int(os.environ.get("WORLD_SIZE", "1")))
-    if not isinstance(config, PretrainConfig | FinetuneConfig):
-        raise UserError(f"{file}: expected job: pretrain or job: finetune; got {config.job}")
     require_reachable_name()  # before gloo, whose message doesn't name the cause
-    facts = rank_facts(config)
-    from composer.utils import dist
-
-    all_facts: list[RankFacts] = dist.all_gather_object(facts)
+    all_facts: list[RankFacts] = dist.all_gather_object(rank_facts(config))
     faults = find_faults(all_facts)
     if is_first_rank():
         print("\n".join(report(all_facts, faults)), flush=True)
@@ -66,12 +64,9 @@ def check(file: str, overrides: list[str]) -> int:
 
 
 def require_reachable_name() -> None:
-    """Check that this machine's name doesn't resolve to a loopback address if there are several nodes.
+    """Raise a UserError if there are several nodes and this machine's name resolves to a loopback address, or not at all.
 
-    Gloo sends the other nodes the address of the host's name, or the loopback address if the name doesn't resolve.
-
-    Raises:
-        UserError: the other nodes would get a loopback address, and `GLOO_SOCKET_IFNAME` isn't set.
+    Gloo sends the other nodes the address of the host's name, unless `GLOO_SOCKET_IFNAME` is set.
     """
     one_node = os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
     if one_node or os.environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(os.environ.get("MASTER_ADDR", "")):
@@ -97,18 +92,11 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
 
     Folders that nodes should share, or should not, are a fault of rank 0.
     """
-    import torch
-    from composer.utils import dist
-
-    from biphasic.checkpointing.node_folders import require_node_folders
-    from biphasic.checkpointing.stopping import RankGroup
-
     require_usable_gpus()  # before ranks of GPUs wait for one of CPUs
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     on_gpu = torch.cuda.is_available()
     dist.barrier()
-    facts: RankFacts = {"host": socket.gethostname(), "node": dist.get_node_rank(), "rank": dist.get_global_rank(),
-                        "clock": time.time(), "faults": [], "unavailable": 0}  # fmt: skip
+    facts: RankFacts = {"host": socket.gethostname(), "node": dist.get_node_rank(), "faults": [], "unavailable": 0}
     device = torch.cuda.get_device_properties(dist.get_local_rank()) if on_gpu else None
     facts["device"] = f"{device.name}, {format_bytes(device.total_memory)}" if device is not None else "CPU"
     cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
@@ -139,22 +127,16 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
 def find_faults(all_facts: list[RankFacts]) -> list[str]:
     """Return a line for each fault of a rank, and for each difference between nodes."""
     usual = {name: Counter(facts[name] for facts in all_facts).most_common(1)[0][0] for name in ("device", "versions")}
-    clock = statistics.median_high(facts["clock"] for facts in all_facts)
-    bandwidths = {facts["node"]: facts["node_bandwidth"] for facts in all_facts if facts["node_bandwidth"]}
-    bandwidth = statistics.median_high(bandwidths.values()) if bandwidths else 0.0
+    bandwidths = {facts["node"]: facts["node_bandwidth"] for facts in all_facts}  # each of its ranks measures it
+    median = statistics.median_high(bandwidths.values())
     faults = []
     for facts in all_facts:
         messages = list(facts["faults"])
         messages += [
-            f"{name} is {facts[name]}, the others have {value}" for name, value in usual.items() if facts[name] != value
+            f"{name} is {facts[name]}, the others have {own}" for name, own in usual.items() if facts[name] != own
         ]
-        if abs(skew := facts["clock"] - clock) > _MAX_CLOCK_SKEW:
-            messages.append(f"its clock differs from the others' by {skew:+.0f} s")
-        own = bandwidths.get(facts["node"], bandwidth)  # one value per node, although each rank measures it
-        if own < _MIN_BANDWIDTH_SHARE * bandwidth:
-            messages.append(
-                f"its ranks all-reduce among themselves at {own:.3g} GB/s, the median node at {bandwidth:.3g}"
-            )
+        if (own := bandwidths[facts["node"]]) < _MIN_BANDWIDTH_SHARE * median:
+            messages.append(f"its ranks all-reduce among themselves at {own:.3g} GB/s, the median node at {median:.3g}")
         faults += [f"node {facts['node']} ({facts['host']}): {message}" for message in messages]
     return list(dict.fromkeys(faults))
 
@@ -168,9 +150,8 @@ def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
         bandwidth = f", {first['node_bandwidth']:.3g} GB/s among them" if first["node_bandwidth"] else ""
         lines.append(f"node {node}: {first['host']}, {ranks[node]} x {first['device']}{bandwidth}; {first['versions']}")
         lines += [f"    {first[name]}" for name in ("bucket", "disk", "data") if first.get(name)]
-    bandwidths = [facts["bandwidth"] for facts in all_facts if facts["bandwidth"]]
-    if bandwidths:
-        lines.append(f"all-reduce over {len(all_facts)} ranks: {min(bandwidths):.3g} GB/s (slowest rank)")
+    if slowest := min(facts["bandwidth"] for facts in all_facts):
+        lines.append(f"all-reduce over {len(all_facts)} ranks: {slowest:.3g} GB/s (slowest rank)")
     lines += [f"FAULT {fault}" for fault in faults]
     lines.append(f"{len(faults)} fault{'s' * (len(faults) > 1)}: nothing was started" if faults else "no faults")
     return lines
@@ -178,21 +159,14 @@ def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
 
 def _bandwidths(on_gpu: bool) -> tuple[float, float]:
     """Return the bus bandwidth in GB/s of all-reduces within this node and over all ranks; 0 for a single rank."""
-    import torch
-    from composer.utils import dist
-
     ranks, local = dist.get_world_size(), dist.get_local_world_size()
     if ranks == 1:
         return 0.0, 0.0
-    nodes = [list(range(start, start + local)) for start in range(0, ranks, local)]
-    groups = [torch.distributed.new_group(node) for node in nodes]
-    own_group: Any = groups[dist.get_global_rank() // local]
+    groups = [torch.distributed.new_group(range(start, start + local)) for start in range(0, ranks, local)]
     size = _ALL_REDUCE_VALUES if on_gpu else _ALL_REDUCE_VALUES // 8
     values = torch.ones(size, device="cuda" if on_gpu else "cpu")
 
     def bandwidth(group: Any, group_size: int) -> float:
-        if group_size == 1:
-            return 0.0
         times = []
         for _ in range(_ALL_REDUCE_ROUNDS + 1):
             torch.distributed.barrier(group=group)
@@ -205,7 +179,7 @@ def _bandwidths(on_gpu: bool) -> tuple[float, float]:
         # The first round sets up connections. A ring all-reduce moves 2 (n-1)/n of the bytes over each link.
         return values.nbytes * 2 * (group_size - 1) / group_size / min(times[1:]) / 1e9
 
-    return bandwidth(own_group, local), bandwidth(None, ranks)
+    return bandwidth(groups[dist.get_global_rank() // local], local), bandwidth(None, ranks)
 
 
 def _bucket(config: PretrainConfig) -> str:
@@ -218,13 +192,11 @@ def _bucket(config: PretrainConfig) -> str:
         place.write(name, content)
         same = place.read(name) == content
         place.remove([name])
-        deleted = place.stat(name) is None
+        if not same or place.stat(name) is not None:
+            raise OSError("a file is not as it was written, or still exists after its deletion")
     except OSError as error:
         message = f"can't be written, read and deleted ({first_line(error)})"
         raise user_error(f"checkpoint.folder {destination}: {message}", error) from error
-    if not same or not deleted:
-        fault = "a file read back differs from what was written" if not same else "a deleted file still exists"
-        raise UserError(f"checkpoint.folder {destination}: {fault}")
     if not is_remote(destination):
         with suppress(OSError):  # not empty, or removed by another node that shares the folder
             Path(destination).rmdir()
@@ -233,10 +205,8 @@ def _bucket(config: PretrainConfig) -> str:
 
 def _disk(config: PretrainConfig) -> str:
     """Check the free disk space for the shard cache and the checkpoints."""
-    from composer.utils import dist
-
     needs: dict[int, tuple[Path, int]] = {}
-    for folder, size in disk_needs(config, dist.get_world_size()):
+    for folder, size in disk_needs(config):
         while not folder.exists():
             folder = folder.parent
         device = folder.stat().st_dev
@@ -251,7 +221,7 @@ def _disk(config: PretrainConfig) -> str:
     return "; ".join(lines)
 
 
-def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
+def disk_needs(config: PretrainConfig) -> list[tuple[Path, int]]:
     """Return the bytes that a run will still write on a node, by folder: shards from a bucket, and checkpoints.
 
     A cache grows to the dataset's unpacked size or to `data.cache_limit`. A local folder has all checkpoints that the
@@ -265,12 +235,11 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     datasets.append({key: stream for key, stream in opened.items() if key == "data.validation"})
     for dataset in datasets:
         sizes = {Path(s.local): _cache_bytes(s, limit) for s in dataset.values() if s.remote is not None}
-        known = {folder: size for folder, size in sizes.items() if size is not None}
         # The limit is that of a mix's streams together.
-        share = 1.0 if limit is None else min(1.0, limit / max(sum(known.values()), 1))
-        needs += [(folder, round(size * share)) for folder, size in known.items()]
+        share = 1.0 if limit is None else min(1.0, limit / max(sum(sizes.values()), 1))
+        needs += [(folder, round(size * share)) for folder, size in sizes.items()]
     remote = is_remote(config.checkpoint_destination)
-    checkpoints = plan(config, ranks, start=None if remote else ResumeGuard(config).plan_start()).details["checkpoints"]
+    checkpoints = plan(config, 1, start=None if remote else ResumeGuard(config).plan_start()).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
         most = 2 if remote else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))
@@ -278,25 +247,18 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     return [(folder, max(0, size - stored[folder])) for folder, size in needs]
 
 
-def _cache_bytes(stream: RowStream, limit: int | None) -> int | None:
-    """Return the size to which a stream's cache grows; None if neither a limit nor the dataset's size is known."""
-    from biphasic.data.mds_reader import INDEX
-
+def _cache_bytes(stream: RowStream, limit: int | None) -> int:
+    """Return the size to which a stream's cache grows; if its index can't be read, which `_data` reports, the limit."""
     try:
         shards = json.loads(open_store(stream.remote or stream.local).read(INDEX))["shards"]
         size = sum(int(shard["raw_data"]["bytes"]) for shard in shards)
     except (UserError, OSError, ValueError, LookupError, TypeError):
-        return limit  # `_data` reports that the index can't be read
+        return limit or 0
     return size if limit is None else min(size, limit)
 
 
 def _data(config: PretrainConfig) -> str:
     """Check that the data was converted with this tokenizer, and that each split's index and first shard can be read."""
-    from biphasic.config.conversion_checks import conversion_record
-    from biphasic.data.row_format import stored_row_problems
-    from biphasic.data.shards import require_first_shard
-    from biphasic.data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(config.tokenizer)
     conversion_record(config, tokenizer, read_conversions(config.streams))
     for stream in config.splits.values():

@@ -278,7 +278,7 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     # The batches before the branch point are saved by the trunk.
     assert f"checkpoints    14 in {config_of(path).checkpoint_destination}, every 1ba" in run.stdout
     own, each = config_of(path).local_checkpoints, plan(trunk, 1).details["checkpoints"]["bytes_each"]
-    assert disk_needs(config_of(path), 1) == [(own, 14 * each)]
+    assert disk_needs(config_of(path)) == [(own, 14 * each)]
     # Its own checkpoint comes first.
     write_manifests(config_of(path), 12)
     assert ResumeGuard(config_of(path)).plan_start().source == "its own newest checkpoint"

@@ -212,14 +212,6 @@ def test_the_line_of_memory_says_what_it_counts() -> None:
     assert line in plan(config, 8).describe()
 
 
-def test_the_plan_says_that_muon_s_losses_depend_on_the_ranks() -> None:
-    for optimizer, about in (("muon", ["muon rounds to bf16: the same bits on as many ranks;"]), ("adamw", [])):
-        config = load(ROOT / "yamls" / "1b_biphasic.yaml", [f"optimizer.name={optimizer}"], 8)
-        assert isinstance(config, PretrainConfig)
-        lines = [line for line in plan(config, 8).describe().splitlines() if line.startswith("  optimizer ")]
-        assert len(lines) == len(about) and all(text in line for text, line in zip(about, lines, strict=True))
-
-
 @pytest.mark.parametrize(("shape", "halfway"), [("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5)])
 def test_warmup_stable_decay(shape: str, halfway: float) -> None:
     schedule = ScheduleConfig(warmup=Duration(10, "ba"), decay=Duration(0.2, "dur"), decay_shape=shape)  # pyright: ignore

@@ -38,9 +38,15 @@ def test_types_limits_and_defaults() -> None:
     assert key_of(top, "microbatch_size")[:2] == ("integer > 0 or `auto`", "default: `auto`")
     assert key_of(top, "max_duration")[:2] == ("length, such as `1000ba`", "required")
     assert key_of(mlm, "masking_ratio")[:2] == ("number > 0 and < 1 or section", "default: `0.4`")
-    assert key_of(pretrain["optimizer", ""], "betas")[:2] == ("list (2) of number ≥ 0 and < 1", "default: `[0.9, 0.95]`")
+    assert key_of(pretrain["optimizer", ""], "betas")[:2] == (
+        "list (2) of number ≥ 0 and < 1",
+        "default: `[0.9, 0.95]`",
+    )
     assert key_of(pretrain["optimizer", ""], "lr")[1] == "default: `0.0005`"
-    assert key_of(pretrain["data", ""], "cache_limit")[:2] == ("size in bytes, such as `200gb` or `null`", "default: `null`")
+    assert key_of(pretrain["data", ""], "cache_limit")[:2] == (
+        "size in bytes, such as `200gb` or `null`",
+        "default: `null`",
+    )
     # A job may give a shared section other defaults.
     finetune = {section.key: section for section in sections_of("finetune")}
     assert key_of(finetune["optimizer"], "lr")[1] == "default: `5e-05`"

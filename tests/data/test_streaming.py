@@ -320,7 +320,7 @@ from biphasic.preflight import disk_needs
 from helpers.tiny import losses, train
 config = load(sys.argv[1])
 print(*check_rows(config).problems, *check_rows(config).warnings, sep="\\n")
-print("disk", [str(folder) for folder, _ in disk_needs(config, 1)])
+print("disk", [str(folder) for folder, _ in disk_needs(config)])
 print("losses", losses(train(config)))
 """
 

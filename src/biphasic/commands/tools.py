@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -49,9 +50,14 @@ def preflight(options: Namespace) -> int:
     Prints what is wrong on which node. The exit status is 0 when nothing is, 1 if a restart may help (a bucket
     can't be reached), 2 otherwise.
     """
-    from biphasic.preflight import check
+    from biphasic.config.load import load
 
-    return check(options.file, options.overrides)
+    config = load(options.file, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    if config.job not in ("pretrain", "finetune"):
+        raise UserError(f"{options.file}: expected job: pretrain or job: finetune; got {config.job}")
+    from biphasic.preflight import check  # PyTorch and Composer take seconds to import
+
+    return check(config)
 
 
 @command(

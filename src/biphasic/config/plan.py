@@ -80,90 +80,78 @@ def plan(
     """Compute the plan of a pretraining run. Reads only `config.json`, if `model.init_from` is a local folder.
 
     Token counts include padding, up to 1% of the positions with `documents` packing. If durations are in tokens, the
-    run therefore takes up to 1% more batches than shown, and `exact` is false. Values that depend on data are None.
-    `records` are the known conversion records of the datasets, by key.
+    run therefore takes up to 1% more batches than shown. Values that depend on data are None. `records` are the known
+    conversion records of the datasets, by key.
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
     content = _config_content(config.model.init_from)
-    architecture = architecture_of(config.model) or _architecture(content)
-    longest, positions = config.longest_row, config.model.max_position_embeddings
-    if (problem := rows_problem(str(config.model.init_from), content, longest, positions)) is not None:
+    rows = config.longest_row, config.model.max_position_embeddings
+    if (problem := rows_problem(str(config.model.init_from), content, *rows)) is not None:
         run_plan.problems.append(problem)
+    architecture = architecture_of(config.model) or _architecture(content)
     if architecture is not None and config.model.new_vocabulary is not None:
         tokenizers = [stream.record["tokenizer"] for stream in records.values() if "tokenizer" in stream.record]
         architecture = replace(architecture, vocab_size=tokenizers[0]["vocab_size"]) if tokenizers else None
-    end, shapes, inputs = config.max_duration, config.batch_shapes, config.inputs
-    size, batches, spans = inputs[0].shape.size, _batch(end, config), resolve_phases(config.objective.phases, end)
-    units = {end.unit, *(span.end.unit for span in spans)}
-    exact, rates = not units & {"tok", "ep"}, list(_rates(config))
-    phases = list(_phases(config, architecture))
+    inputs, end, batches = config.inputs, config.max_duration, _batch(config.max_duration, config)
+    phases, rates = list(_phases(config, architecture)), list(_rates(config))
     datasets, data_lines, run_plan.warnings = plan_datasets(config, batches, rows_by_source(phases, inputs), records)
     first = start.batch if start is not None and start.is_branch else None
     checkpoints = _checkpoints(config, architecture, first or 0)
-    rows = config.global_batch_size // ranks
+    flops = [phase["flops"] for phase in phases]
     details = run_plan.details = {
-        "ranks": ranks,
-        "exact": exact,
-        "parameters": None,
         "batches": batches,
-        "tokens": None if batches is None else shapes.progress(batches).tokens,
-        "tokens_per_batch": size,
-        "rows_per_rank": rows,
-        "microbatch": config.microbatch_size,
+        "tokens": None if batches is None else config.batch_shapes.progress(batches).tokens,
+        "tokens_per_batch": inputs[0].shape.size,
+        "rows_per_rank": config.global_batch_size // ranks,
         "phases": phases,
         "learning_rate": rates,
         "checkpoints": checkpoints,
-        "flops": None,
-        "memory_per_rank": None,
+        "flops": None if None in flops else sum(flops),
         "datasets": datasets,
-        "start": None if start is None else asdict(start),
     }
-    about, lines = "" if exact else "about ", run_plan.lines
+    units = {end.unit, *(span.end.unit for span in resolve_phases(config.objective.phases, end))}
+    about, lines = "about " if units & {"tok", "ep"} else "", run_plan.lines
     if architecture is None:
         lines["model"] = f"from {config.model.init_from} (its size is known once it is loaded)"
     else:
-        total, body = architecture.parameters, architecture.body_parameters
-        embedding, head = architecture.embedding_parameters, architecture.head_parameters
-        details["parameters"] = {"total": total, "without_embeddings": body, "embedding": embedding, "head": head}
-        parts = f"{body:,} without embeddings; embedding {embedding:,}, head {head:,}"
-        lines["parameters"] = f"{total:,} ({parts})"
-    on_rank = f"{rows:,} rows a rank, microbatch {config.microbatch_size}"
+        total, embedding, head = (
+            architecture.parameters,
+            architecture.embedding_parameters,
+            architecture.head_parameters,
+        )
+        details["parameters"] = {"total": total, "embedding": embedding, "head": head}
+        lines["parameters"] = f"{total:,} (embedding {embedding:,}, head {head:,})"
+    on_rank = f"{details['rows_per_rank']:,} rows a rank, microbatch {config.microbatch_size}"
     lines["batch"] = f"{_shape(inputs[0].shape)}; {on_rank}"
     length = "open until the data is seen" if batches is None else f"{about}{batches:,} batches"
     lines["length"] = f"{end}: {length}{_tokens(details['tokens'])}"
     lines["data"] = "\n".join(data_lines)
     for index, phase in enumerate(phases):
-        batch_range = f"batch {_number(phase['first_batch'])} to {_number(phase['last_batch'])}"
-        ratio = f", masking ratio {phase['masking_ratio']}" if phase["masking_ratio"] else ""
-        text = f"{phase['objective']}: {about}{batch_range}{_tokens(phase['tokens'])}{ratio}"
         now, before = inputs[index], inputs[max(index - 1, 0)]
-        changes = [
+        batch_range = f"{about}batch {_number(phase['first_batch'])} to {_number(phase['last_batch'])}"
+        parts = [
+            f"{phase['objective']}: {batch_range}{_tokens(phase['tokens'])}",
+            f"masking ratio {phase['masking_ratio']}" if phase["masking_ratio"] else "",
             f"in batches of {_shape(now.shape)}" if now.shape != before.shape else "",
             f"RoPE base {now.rope_theta:,.0f}" if now.rope_theta != before.rope_theta else "",
             f"of {', '.join(phase['data'])}" if now.source != before.source else "",
             f"{phase['flops']:.3g} FLOPs" if phase["flops"] is not None and len(phases) > 1 else "",
         ]
-        lines[f"phase {index}"] = ", ".join([text, *filter(None, changes)])
+        lines[f"phase {index}"] = ", ".join(filter(None, parts))
     lines["learning rate"] = "\n".join(
         f"{point['lr']:.3g} at batch {_number(point['batch'])} ({point['event']})" for point in rates
     )
-    if config.optimizer.name == "muon":
-        text = (
-            "muon rounds to bf16: the same bits on as many ranks; on others losses differ by about 1e-4 of their value"
-        )
-        lines["optimizer"] = text
     each = "" if architecture is None else f", {format_bytes(architecture.checkpoint_bytes)} each"
     kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"] or "?"
-    places = f"{checkpoints['count'] or '?'} in {checkpoints['folder']}, every {config.checkpoint.interval}"
+    places = f"{checkpoints['count'] or '?'} in {config.checkpoint_destination}, every {config.checkpoint.interval}"
     lines["checkpoints"] = f"{places}, {kept} kept{each}"
-    if architecture is not None and "ep" not in units:
-        details["flops"] = flops = training_flops(config, architecture, 0, batches or 0)
-        lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
+    if details["flops"] is not None:
+        lines["FLOPs"] = f"{details['flops']:.3g} (attention counted over complete rows)"
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, RANKS_OF_A_MACHINE)))
     nodes = max(ranks // on_node, 1)
-    downloads = any(stream.remote for each in inputs for stream in each.streams.values())
-    for canonical in sorted({each.data.num_canonical_nodes or 1 for each in inputs}):
-        if downloads and canonical % nodes and nodes % canonical:
+    remote = [each for each in inputs if any(stream.remote for stream in each.streams.values())]
+    for canonical in sorted({each.data.num_canonical_nodes or 1 for each in remote}):
+        if canonical % nodes and nodes % canonical:
             message = f"with {canonical}, several of {nodes} machines of {on_node} ranks download the same shards"
             advice = f"a multiple or a divisor of {nodes} avoids it, set before the first batch"
             run_plan.warnings.append(f"data.num_canonical_nodes: {message}: {advice}")
@@ -174,19 +162,14 @@ def plan(
         text = f"{format_bytes(state)} weights, gradients and optimizer; --memory also estimates activations"
         lines["memory a rank"] = text
     if start is not None and start.batch is not None:
-        lines["start"] = _start(start, start.batch, batches, about)
+        left = (
+            "" if batches is None else f": {about}{max(batches - start.batch, 0):,} of {batches:,} batches are trained"
+        )
+        source = start.source if start.checkpoint is None else f"{start.checkpoint}, {start.source}"
+        lines["start"] = f"batch {start.batch:,}, from {source}{left}"
     elif start is not None:
         (run_plan.problems if start.refused else run_plan.warnings).append(str(start.problem))
     return run_plan
-
-
-def _start(start: StartPlan, batch: int, batches: int | None, about: str) -> str:
-    source = f"{start.checkpoint}, {start.source}" if start.checkpoint is not None else start.source
-    text = f"batch {batch:,}, from {source}"
-    if batches is None:
-        return text
-    count = max(batches - batch, 0)
-    return f"{text}: {f'{about}{count:,} of {batches:,} batches are trained' if count else 'nothing is left to train'}"
 
 
 def _config_content(path: str | None) -> dict[str, Any]:
@@ -227,9 +210,7 @@ def _phases(config: PretrainConfig, architecture: Architecture | None) -> Iterat
             "tokens": tokens,
             "masking_ratio": str(span.phase.masking_ratio) if hasattr(span.phase, "masking_ratio") else None,
             "flops": flops,
-            "global_batch_size": own.rows,
             "sequence_length": own.data.sequence_length,
-            "rope_theta": own.rope_theta,
             "data": [stream.remote or stream.local for stream in own.streams.values()],
         }
 
@@ -246,22 +227,16 @@ def _rates(config: PretrainConfig) -> Iterator[dict[str, Any]]:
     yield {"event": "end", "batch": _batch(end, config), "lr": lr if decay == end else lr * schedule.final_lr}
 
 
-def _checkpoints(config: PretrainConfig, architecture: Architecture | None, first: int) -> dict[str, Any]:
+def _checkpoints(config: PretrainConfig, architecture: Architecture | None, first: int) -> dict[str, int | None]:
     """Return how many checkpoints a run saves and keeps of which another run has trained the first `first` batches."""
-    end, keep = config.max_duration, config.checkpoint.keep
-    every = config.checkpoint.interval.resolve(end)
+    keep, times = config.checkpoint.keep, [config.checkpoint.interval.resolve(config.max_duration)]
     numbers: dict[str, int | None] = {"count": None, "kept": None, "most": None}
-    if "ep" not in {end.unit, every.unit, *(point.unit for point in branch_points(config))}:
+    if "ep" not in {time.unit for time in (*times, config.max_duration, *branch_points(config))}:
         saved, kept = saved_checkpoints(config, first)
         # While a checkpoint is written, the older ones are still stored.
         most = len(remaining_checkpoints(saved[:-1], kept, keep)) + 1
         numbers = {"count": len(saved), "kept": len(remaining_checkpoints(saved, kept, keep)), "most": most}
-    return {
-        "folder": config.checkpoint_destination,
-        "every_batches": _batch(every, config),
-        **numbers,
-        "bytes_each": None if architecture is None else architecture.checkpoint_bytes,
-    }
+    return {**numbers, "bytes_each": None if architecture is None else architecture.checkpoint_bytes}
 
 
 def branch_points(config: PretrainConfig) -> list[Duration]:
