@@ -54,22 +54,6 @@ def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.Capture
     assert "holds no run (no checkpoints, no attempts)" in error or "can't be read" in error
 
 
-def test_local_checkpoints_are_shown_when_the_bucket_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3: Any
-) -> None:
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("checkpoint: {folder: s3://no-such-bucket-here/x}\n")
-    assert main(["runs", str(folder)]) == 2
-    printed = capsys.readouterr()
-    assert "no checkpoints on this machine" in printed.out
-    (folder / "checkpoints" / "ba12-rank0.pt").write_bytes(b"0" * 2000)
-    assert main(["runs", str(folder)]) == 2
-    printed = capsys.readouterr()
-    assert "12       2 KB  on this machine; its manifest is in the bucket" in printed.out
-    assert printed.err.startswith("s3://no-such-bucket-here/x: ")
-
-
 def test_damaged_files_of_a_run_are_named(
     write_yaml: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

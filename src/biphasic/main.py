@@ -27,12 +27,18 @@ if TYPE_CHECKING:
     from biphasic.config.study import StudyConfig
     from biphasic.config.sweep import SweepConfig
 
-_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
-"""The stages of a study, in order."""
+_OPTIONS_OF_STAGES = {
+    "pretrain": ("plan", "draw", "limit"),
+    "export": ("limit",),
+    "finetune": ("plan", "limit", "retry_failed"),
+    "evaluate": ("limit",),
+    "report": (),
+}
+"""The stages of a study, in order, and the options of each."""
 _ARGUMENTS = (
     argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
     argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
-    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
+    argument("--stage", choices=_OPTIONS_OF_STAGES, help="studies: the stage to run; default: pretrain"),
 )
 _JOBS_OF_OPTIONS = {
     "stage": ("study",),
@@ -69,8 +75,8 @@ def _main(arguments: list[str] | None) -> int:
         if getattr(options, name) and not options.plan:
             raise UserError(f"--{name} belongs to --plan")
     options.ranks = ranks
-    if config.job == "study" and not (options.plan and options.stage in (None, "pretrain")):
-        return _study(config, options)
+    if config.job == "study":
+        return _study(config, options, options.stage or "pretrain")
     if options.plan:
         return print_plan(config, options)
     if config.job == "sweep":
@@ -104,19 +110,26 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
     return status
 
 
-def _study(config: StudyConfig, options: argparse.Namespace) -> int:
-    """Run a stage. Pretraining starts the runs that are not done; once all are done, the totals are printed."""
-    stage = options.stage or "pretrain"
-    if options.plan and stage != "finetune":
-        raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
-    if options.retry_failed and stage != "finetune":
-        raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
-    if stage == "report":
+def _study(config: StudyConfig, options: argparse.Namespace, stage: str) -> int:
+    """Run a stage, or print its plan. Pretraining starts the runs that are not done; then the totals are printed."""
+    for name in ("plan", "draw", "limit", "retry_failed"):
+        if getattr(options, name) and name not in _OPTIONS_OF_STAGES[stage]:
+            stages = " and ".join(f"--stage {other}" for other, names in _OPTIONS_OF_STAGES.items() if name in names)
+            raise UserError(f"--{name.replace('_', '-')} is for {stages}; got {stage}")
+    if stage == "pretrain" and options.plan:
+        return print_plan(config, options)
+    if stage == "pretrain":
+        from biphasic.study.plan import describe_totals, plan_study, trained_totals
+        from biphasic.study.run import pretrain
+
+        status = pretrain(config, options.limit)
+        study_plan = plan_study(config)
+        if status == 0 and all(run.state == "done" for run in study_plan.runs):
+            print(describe_totals(trained_totals(config), study_plan))
+    elif stage == "report":
         from biphasic.report.run import write_report
         from biphasic.study.stages import scored_models
 
-        if options.limit is not None:
-            raise UserError("--limit can't be used with --stage report, which always covers all results")
         folders, own = [config.folder], [""]
         if config.local_folder != config.folder:
             # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket. Other runs and
@@ -125,20 +138,9 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
             own = [folder for name in scored_models(config) for folder in (name, f"evaluate/{name}")]
         write_report(folders, f"{config.local_folder}/report", subfolders=own)
         return 0
-    if stage == "pretrain":
-        from biphasic.study.plan import describe_totals, plan_study, trained_totals
-        from biphasic.study.run import pretrain
-
-        status = pretrain(config, options.limit)
-        if status == 0:
-            study_plan = plan_study(config)
-            if all(run.state == "done" for run in study_plan.runs):
-                print(describe_totals(trained_totals(config), study_plan))
     else:
         from biphasic.study.stages import evaluate, export, sweep_config
 
-        if options.draw:
-            raise UserError("--draw is for --stage pretrain")
         if options.plan:
             return print_plan(sweep_config(config), options)
         if stage == "finetune":
@@ -146,7 +148,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         else:
             status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
     if status == 0:
-        following = next(name for name in _STAGES[_STAGES.index(stage) + 1 :] if getattr(config.stages, name, True))
+        later = list(_OPTIONS_OF_STAGES)[list(_OPTIONS_OF_STAGES).index(stage) + 1 :]
+        following = next(name for name in later if getattr(config.stages, name, True))
         print(_SAME_COMMAND if options.limit else _next(options, "--stage", following))
     return status
 

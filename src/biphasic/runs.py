@@ -7,35 +7,26 @@ from collections import Counter
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
-from biphasic.checkpointing.start_rules import checkpoint_folder
-from biphasic.errors import UserError, first_line
-from biphasic.storage import Store, is_remote, join, open_store
+from biphasic.errors import UserError
+from biphasic.storage import open_store, user_errors
 from biphasic.training.metrics_file import SCORES, read_scores
-
-
-def print_report(folder: str) -> None:
-    """Print the report about a run's folder or the place where it saves. Raises a UserError if no run can be read."""
-    destination = checkpoint_folder(folder)
-    try:
-        print("\n".join(report(destination)))
-    except (UserError, OSError) as error:
-        if destination != folder and is_remote(destination):
-            print("\n".join(_local_report(join(folder, "checkpoints"))))
-        if isinstance(error, UserError | BrokenPipeError):
-            raise
-        raise UserError(f"{destination}: can't be read ({first_line(error)})") from None
 
 
 def report(path: str) -> list[str]:
     """Return the lines about the checkpoints and attempts in a folder or a bucket prefix.
 
-    Raises a UserError if the folder contains no run, and an OSError if it can't be read.
+    Raises a UserError if the folder contains no run or can't be read.
     """
-    place = open_store(path)
-    checkpoints, attempts = list_checkpoints(place), read_attempts(place)
+    with user_errors(f"{path}: can't be read"):
+        place = open_store(path)
+        checkpoints, attempts = list_checkpoints(place), read_attempts(place)
+        files, scores = place.list(), read_scores(place)
     if not checkpoints and not attempts:
         raise UserError(f"{path}: holds no run (no checkpoints, no attempts)")
-    sizes = _sizes(place)
+    sizes = Counter[int]()
+    for name, file in files.items():
+        if (batch := batch_of(name)) is not None:
+            sizes[batch] += file.bytes
     lines = [path, "", f"{'batch':>10}  {'tokens':>16}  {'phase':6} {'bytes':>9}  checkpoint"]
     for checkpoint in reversed(checkpoints):
         tokens, phase, state = "", "", f"not usable: {checkpoint.fault}"
@@ -45,7 +36,7 @@ def report(path: str) -> list[str]:
             state = "complete, kept" if record.get("kept") else "complete"
         size = format_bytes(sizes[checkpoint.batch])
         lines.append(f"{checkpoint.batch:>10,}  {tokens:>16}  {phase:6} {size:>9}  {state}")
-    for record in read_scores(place):
+    for record in scores:
         shown = ", ".join(f"{key.removeprefix(f'{SCORES}/')} {value:.4f}" for key, value in record["scores"].items())
         lines.append(f"{record['batch']:>10,}  {record['tokens']:>16,}  {shown}")
     lines += ["", "attempts"] if attempts else []
@@ -64,21 +55,3 @@ def report(path: str) -> list[str]:
             least = "" if attempt.get("until") else "at least "
             lines.append(f"     lost: {least}{lost:,} tokens" if lost or least else "     lost: nothing")
     return lines
-
-
-def _local_report(folder: str) -> list[str]:
-    """Return the lines about local copies of checkpoints, for a bucket that can't be read."""
-    lines = [
-        f"{batch:>10,}  {format_bytes(size):>9}  on this machine; its manifest is in the bucket"
-        for batch, size in sorted(_sizes(open_store(folder)).items(), reverse=True)
-    ]
-    return [folder, "", *(lines or ["no checkpoints on this machine"]), ""]
-
-
-def _sizes(folder: Store) -> Counter[int]:
-    """Return the total bytes of the files of each batch's checkpoint."""
-    sizes = Counter[int]()
-    for name, file in folder.list().items():
-        if (batch := batch_of(name)) is not None:
-            sizes[batch] += file.bytes
-    return sizes

@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from biphasic.amounts import format_bytes
 from biphasic.commands.next_step import after_conversion, after_tasks
@@ -17,30 +15,15 @@ from biphasic.errors import UserError
 from biphasic.storage import is_remote, join, json_bytes, open_store
 from biphasic.storage.hub import is_local_path
 
-if TYPE_CHECKING:
-    from biphasic.data.mds_reader import StoredRow
-
-_VOCABULARY = 32_768
-
 
 @command(
     "train a byte-level BPE tokenizer on own text",
     *file_arguments("job: convert"),
     argument("--out", type=local_path, metavar="FOLDER", help="folder to write; default: the YAML's tokenizer"),
     argument(
-        "--size",
-        type=positive,
-        default=_VOCABULARY,
-        metavar="N",
-        help=f"tokens, special ones included; default: {_VOCABULARY:,}",
+        "--size", type=positive, default=32_768, metavar="N", help="tokens, special ones included; default: 32,768"
     ),
-    argument(
-        "--special",
-        action="append",
-        default=[],
-        metavar="ROLE=TOKEN",
-        help="the special token of a role (pad, bos, eos, mask, unk, cls, sep), e.g. mask=<mask>; repeatable",
-    ),
+    argument("--special", action="append", default=[], metavar="ROLE=TOKEN", help="a special token, e.g. mask=<mask>"),
     argument(
         "--add", action="append", default=[], metavar="TOKEN", help="a further token that is never split; repeatable"
     ),
@@ -48,11 +31,7 @@ _VOCABULARY = 32_768
     argument("--force", action="store_true", help="replace an earlier tokenizer"),
 )
 def tokenizer(options: Namespace) -> int:
-    """Train a byte-level BPE tokenizer on the text of a conversion's training split: before the conversion itself.
-
-    The text is the source of the job: convert YAML, read as `biphasic convert` reads it. docs/tokenizer.md explains the
-    options.
-    """
+    """Train a byte-level BPE tokenizer on the text of a conversion's training split, before the conversion itself."""
     from pydantic import TypeAdapter, ValidationError
 
     from biphasic.config.base import Size
@@ -73,12 +52,10 @@ def tokenizer(options: Namespace) -> int:
     except ValidationError:
         raise UserError(f"--max-text: expected a size such as 200gb; got {options.max_text!r}") from None
     folder = options.out or _tokenizer_folder(config.tokenizer)
-    trained = train_tokenizer(
-        config, folder, size=options.size, special_tokens=special_tokens, added_tokens=tuple(options.add),
-        max_bytes=max_bytes, force=options.force,
-    )  # fmt: skip
-    print(f"{folder}: {trained.tokens:,} tokens, trained on {trained.documents:,} documents, "
-          f"{format_bytes(trained.text_bytes)} of text")  # fmt: skip
+    limits = {"size": options.size, "max_bytes": max_bytes, "force": options.force}
+    trained = train_tokenizer(config, folder, special_tokens=special_tokens, added_tokens=tuple(options.add), **limits)
+    text = f"{trained.documents:,} documents, {format_bytes(trained.text_bytes)} of text"
+    print(f"{folder}: {trained.tokens:,} tokens, trained on {text}")
     if trained.tokens < options.size:
         print(f"the text has no more pairs to merge: {trained.tokens:,} tokens instead of {options.size:,}")
     override = [] if str(folder) == config.tokenizer else [f"tokenizer={folder}"]
@@ -140,10 +117,8 @@ def verify(options: Namespace) -> int:
 
     output, split = options.output, options.split
     result = verify(output, sources=not options.no_sources)
-    for line in result.summary:
-        print(line)
-    for fault in result.faults:
-        print(f"{output}: {fault}", file=sys.stderr)
+    print(*result.summary, sep="\n")
+    print(*(f"{output}: {fault}\n" for fault in result.faults), sep="", end="", file=sys.stderr)
     if result.faults:
         return 1
     record = result.record
@@ -165,7 +140,7 @@ def verify(options: Namespace) -> int:
     argument("file", metavar="FILE.yaml", help="the pretraining YAML"),
     argument("ids", metavar="ID", nargs="+", type=int, help="row ids in the dataset or the mix"),
     argument(
-        "--phase", type=int, default=0, metavar="N", help="the phase whose data has these rows; default: the first"
+        "--phase", type=count, default=0, metavar="N", help="the phase that reads these rows; default: 0, the first"
     ),
 )
 def show(options: Namespace) -> int:
@@ -178,23 +153,19 @@ def show(options: Namespace) -> int:
 
     config = load_job(PretrainConfig, options.file)
     tokenizer = load_tokenizer(config.tokenizer)
-    # Row ids of a mix continue from one dataset to the next.
-    datasets: list[tuple[str, int, Callable[..., StoredRow]]] = []
-    total = 0
-    if not 0 <= options.phase < len(config.inputs):
+    if options.phase >= len(config.inputs):
         raise UserError(f"--phase: expected a phase from 0 to {len(config.inputs) - 1}; got {options.phase}")
-    own = config.inputs[options.phase]
+    own, first_id = config.inputs[options.phase], 0
     for key, stream in own.streams.items():
         dataset = stream.remote or stream.local
         index = read_index(dataset)
         read = row_reader(key, stream, index, own.data.sequence_length, tokenizer.vocab_size)
-        datasets.append((dataset, total, read))
-        total += sum(shard["samples"] for shard in index["shards"])
-    if unknown := [id for id in options.ids if not 0 <= id < total]:
-        raise UserError(f"row {unknown[0]}: expected an id from 0 to {total - 1:,}")
-    for dataset, first_id, read in datasets:
         for row_id, row in read_rows(dataset, [id - first_id for id in options.ids]):
             print(f"=== row {first_id + row_id}: {dataset}\n{row_as_text(read(row), tokenizer)}")
+        # Row ids of a mix continue from one dataset to the next.
+        first_id += sum(shard["samples"] for shard in index["shards"])
+    if unknown := [id for id in options.ids if not 0 <= id < first_id]:
+        raise UserError(f"row {unknown[0]}: expected an id from 0 to {first_id - 1:,}")
     return 0
 
 
@@ -230,8 +201,8 @@ def tasks(options: Namespace) -> int:
             print(error if str(error).startswith(name) else f"{name}: {error}", file=sys.stderr, flush=True)
             failed.append(name)
     if failed:
-        print(f"{len(failed)} of {len(names)} tasks failed ({', '.join(failed)}); the same command tries them again",
-              file=sys.stderr)  # fmt: skip
+        text = f"{len(failed)} of {len(names)} tasks failed ({', '.join(failed)})"
+        print(f"{text}; the same command tries them again", file=sys.stderr)
         return 1
     print(after_tasks(config, names))
     return 0
@@ -244,14 +215,8 @@ def tasks(options: Namespace) -> int:
     argument("--tasks", nargs="+", required=True, metavar="FOLDER", help="sets of `biphasic tasks`"),
     argument("--words", type=positive, default=13, metavar="N", help="length of a shared n-gram (default: 13)"),
     argument("--examples", type=count, default=3, metavar="N", help="examples to print of each split (default: 3)"),
-    argument(
-        "--out", type=local_path, metavar="FILE.json", help="write the counts and all examples that share an n-gram"
-    ),
-    argument("--audit", type=local_path, metavar="FILE.md", help="write a random sample of both texts, to be judged"),
-    argument("--sample", type=positive, default=20, metavar="N", help="examples of the --audit (default: 20)"),
-    argument(
-        "--scores", metavar="RUN", help="an evaluation, fine-tuning or sweep: its scores without the flagged examples"
-    ),
+    argument("--out", type=local_path, metavar="FILE.json", help="write the counts and all examples with an n-gram"),
+    argument("--scores", metavar="RUN", help="an evaluation, fine-tuning or sweep: scores without flagged examples"),
     argument("--cache", default="runs/cache", metavar="FOLDER", help="for tables of buckets (default: runs/cache)"),
 )
 def overlap(options: Namespace) -> int:
@@ -261,7 +226,7 @@ def overlap(options: Namespace) -> int:
     """
     from tabulate import tabulate
 
-    from biphasic.downstream.overlap import audit_page, describe, find_overlap
+    from biphasic.downstream.overlap import describe, find_overlap
     from biphasic.report.compare import flagged_scores
     from biphasic.report.example_scores import read_scored_model
 
@@ -272,9 +237,6 @@ def overlap(options: Namespace) -> int:
     if scored is not None:
         report["scores"] = flagged_scores(report, scored)
         print("\n" + tabulate(report["scores"], "keys", "pipe", floatfmt=".4f", intfmt=","))
-    if options.audit is not None:
-        open_store(str(options.audit.parent)).write(options.audit.name, audit_page(report, options.sample).encode())
-        print(f"{options.audit}: a sample of the examples with both texts")
     if options.out is not None:
         open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
         print(f"{options.out}: the counts and all examples with a shared {options.words}-gram")

@@ -38,8 +38,7 @@ def argument(*names: str, **options: Any) -> Argument:
 def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Namespace], int]], Any]:
     """Register a function as a subcommand; its name and docstring are the subcommand's name and description.
 
-    The function itself has the slow imports, so that help and usage errors appear at once. It raises `UserError` or
-    `ConfigError` for errors that the user can correct.
+    The function itself has the slow imports, so that help and usage errors appear at once.
     """
 
     def register(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -61,20 +60,18 @@ class Parser(argparse.ArgumentParser):
         """Add arguments, those with a `group` under its heading."""
         groups: dict[str, Any] = {"": self}
         for names, given in arguments:
-            options = {"group": "", "completer": None, **given}
-            group, completer = options.pop("group"), options.pop("completer")
+            options = {"group": "", **given}
+            group = options.pop("group")
             if group not in groups:
                 groups[group] = self.add_argument_group(group)
-            groups[group].add_argument(*names, **options).completer = completer  # argcomplete reads it
+            groups[group].add_argument(*names, **options)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the arguments. Raises a UserError, which hides the URL, if one is a URL with a password."""
         for text in sys.argv[1:] if args is None else args:
             without_password(text)
         return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UserError with the usage and the message."""
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}")
 
 
@@ -106,25 +103,8 @@ def share(text: str) -> float:
 
 def file_arguments(job: str) -> tuple[Argument, Argument]:
     """Return the arguments for a job's YAML and its overrides, for `biphasic.config.load`."""
+    overrides = "replace a value, e.g. seed=1; `biphasic keys` lists the keys"
     return (
         argument("file", metavar="FILE.yaml", help=f"the YAML of {job}"),
-        argument(
-            "overrides",
-            nargs="*",
-            metavar="key=value",
-            help="replace a value, e.g. seed=1; `biphasic keys` lists the keys",
-            completer=_complete_key,
-        ),
+        argument("overrides", nargs="*", metavar="key=value", help=overrides),
     )
-
-
-def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return the keys of the YAML's job, for a shell's completion."""
-    from biphasic.config.base import JOBS
-    from biphasic.config.read import read_tree
-    from biphasic.config.reference import sections_of
-
-    job = str(read_tree(parsed_args.file, []).content().get("job"))
-    sections = sections_of(job) if job in JOBS else []
-    keys = (section.path(key) for section in sections for key in section.keys)
-    return [f"{key}=" for key in dict.fromkeys(keys) if not {"N", "NAME"} & set(key.split("."))]

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,8 @@ PLAN_SECONDS = 5.0
 PLAN_ARGUMENTS = (
     argument("--plan", action="store_true", help="check everything and print what the job would do"),
     argument("--json", action="store_true", help="with --plan: print JSON"),
-    argument(
-        "--ranks",
-        type=positive,
-        help="with --plan: number of processes of the run; default: WORLD_SIZE of the environment, or 1",
-    ),
-    argument(
-        "--memory", action="store_true", help="pretraining, with --plan: rehearse some batches and print their memory"
-    ),
+    argument("--ranks", type=positive, help="with --plan: number of processes; default: $WORLD_SIZE, or 1"),
+    argument("--memory", action="store_true", help="pretraining, with --plan: rehearse batches and print their memory"),
     argument("--draw", type=local_path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
 )
 """`--plan` and its options."""
@@ -42,8 +37,9 @@ PLAN_ARGUMENTS = (
 def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Print the plan of a job (`options` are `PLAN_ARGUMENTS`) and return the exit status: 2 if it has problems.
 
-    Raises a UserError if the plan can't be made, or an option does not fit the job.
+    Raises a UserError if the plan can't be made.
     """
+    after = ""
     if config.job == "sweep":
         from biphasic.sweep.plan import describe_plan, plan_sweep
 
@@ -61,28 +57,29 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     if config.job == "tasks":
         from biphasic.downstream.prepare import plan_tasks
 
-        return print_job_plan(plan_tasks(config, list(config.tasks)), options.json)
-    if config.job == "finetune":
+        job_plan = plan_tasks(config, list(config.tasks))
+    elif config.job == "finetune":
         from biphasic.finetuning.plan import plan_finetuning
 
-        return print_job_plan(plan_finetuning(config, options.ranks), options.json)
-    if config.job == "evaluate":
+        job_plan = plan_finetuning(config, options.ranks)
+    elif config.job == "evaluate":
         from biphasic.evaluation.plan import plan_evaluation
 
-        return print_job_plan(plan_evaluation(config), options.json)
-    if config.job == "convert":
+        job_plan = plan_evaluation(config)
+    elif config.job == "convert":
         from biphasic.conversion.plan import plan_conversion
 
-        return print_job_plan(plan_conversion(config), options.json)
-    run_plan, after = _pretraining_plan(config, options.ranks), ""
+        job_plan = plan_conversion(config)
+    else:
+        job_plan = _pretraining_plan(config, options.ranks)
     if options.memory:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Imported here because PyTorch and Composer take seconds to import, and plans don't otherwise need them.
         from biphasic.training.rehearsal import rehearse
 
         rehearsal = rehearse(config, options.ranks)
-        run_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
-    return print_job_plan(run_plan, options.json, after)
+        job_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
+    return print_job_plan(job_plan, options.json, after)
 
 
 def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") -> int:
@@ -99,19 +96,21 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.data.streams import read_conversions
     from biphasic.storage import is_remote
 
-    results: dict[str, Any] = {}
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "start": ResumeGuard(config).plan_start,
         "rows": lambda: check_rows(config),
         "records": lambda: read_conversions(config.streams),
     }
-    faults: dict[str, str] = {}
+    late = f"unknown: {config.checkpoint_destination} or start_from did not answer in time"
+    results: dict[str, Any] = {"start": StartPlan(problem=late), "rows": RowChecks(), "records": {}}
+    faults = list[str]()
 
     def run(name: str) -> None:
         try:
             results[name] = calls[name]()
         except Exception as error:
-            faults[name] = f"{name}: can't be checked ({error})".partition("\n")[0]
+            faults.append(f"{name}: can't be checked ({error})".partition("\n")[0])
+            results[name] = None if name == "start" else results[name]
 
     # Daemon threads, because a bucket may not answer.
     threads = [Thread(target=run, args=(name,), daemon=True) for name in calls]
@@ -120,14 +119,11 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    start = results.get("start", None if "start" in faults else unknown)
-    run_plan = plan(config, ranks, results.get("records", {}), start)
-    checks = results.get("rows", RowChecks())
+    run_plan, checks = plan(config, ranks, results["records"], results["start"]), results["rows"]
     run_plan.warnings += checks.warnings
     run_plan.missing += checks.missing
     # Not with the others, because their time may be over before the library that decodes shards is imported.
     local = {key: stream for key, stream in config.splits.items() if not is_remote(stream.remote or stream.local)}
     rows = stored_row_problems(local, config.row_lengths, checks.vocab_size, first_shards=True)
-    run_plan.problems += dict.fromkeys([*checks.problems, *rows, *faults.values()])
+    run_plan.problems += dict.fromkeys([*checks.problems, *rows, *faults])
     return run_plan

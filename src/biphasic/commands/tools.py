@@ -11,10 +11,6 @@ from biphasic.errors import UserError
 from biphasic.storage import is_remote, json_bytes, open_store
 
 
-def _batches(text: str) -> int:
-    return positive(text.removesuffix("ba"))
-
-
 @command(
     "print the keys of YAMLs: types, defaults, what they are",
     argument("section", metavar="SECTION", nargs="?", default="", help="a job, a section or a key"),
@@ -43,12 +39,11 @@ def keys(options: Namespace) -> int:
 
 @command("check whether the machines can run a job", *file_arguments("job: pretrain or job: finetune"))
 def preflight(options: Namespace) -> int:
-    """Check whether the machines can run a job, before GPU hours are spent. Started like the run itself, on every node:
+    """Check whether the machines can run a job. Started like the run itself, on every node:
 
     composer [node arguments] -m biphasic preflight FILE.yaml [key=value ...]
 
-    Prints what is wrong on which node. The exit status is 0 when nothing is, 1 if a restart may help (a bucket
-    can't be reached), 2 otherwise.
+    The exit status is 0 when nothing is wrong, 1 if a restart may help (a bucket can't be reached), 2 otherwise.
     """
     from biphasic.config.load import load
 
@@ -66,9 +61,10 @@ def preflight(options: Namespace) -> int:
 )
 def runs(options: Namespace) -> int:
     """Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them."""
-    from biphasic.runs import print_report
+    from biphasic.checkpointing.start_rules import checkpoint_folder
+    from biphasic.runs import report
 
-    print_report(options.folder)
+    print("\n".join(report(checkpoint_folder(options.folder))))
     return 0
 
 
@@ -77,7 +73,13 @@ def runs(options: Namespace) -> int:
     argument("run", metavar="RUN", help="a run's folder, its YAML, or where it saves: runs/my-run, s3://bucket/prefix"),
     argument("overrides", nargs="*", metavar="key=value", help="replace a value of the task's YAML"),
     argument("--task", required=True, metavar="FILE.yaml", help="a fine-tuning, e.g. yamls/finetune/sst2.yaml"),
-    argument("--every", type=_batches, default=1, metavar="2000ba", help="batches between scores; default: score each"),
+    argument(
+        "--every",
+        type=lambda text: positive(text.removesuffix("ba")),
+        default=1,
+        metavar="2000ba",
+        help="batches between scores; default: score each",
+    ),
 )
 def watch(options: Namespace) -> int:
     """Fine-tune a run's checkpoints on a task as they appear, in order, and write and log their scores.
@@ -105,26 +107,12 @@ def watch(options: Namespace) -> int:
 
 @command(
     "write the report of a sweep, a study or the recipes",
-    argument(
-        "folders",
-        metavar="RESULTS",
-        nargs="*",
-        help="a sweep's output, or a study's folder; several if a study's records and logs are in different places",
-    ),
-    argument(
-        "--out",
-        help="the folder to write; default: `report` within the first local RESULTS, or ./report if all are in buckets",
-    ),
+    argument("folders", metavar="RESULTS", nargs="*", help="a sweep's output or a study's folders"),
+    argument("--out", help="the folder to write; default: `report` within the first local RESULTS, or ./report"),
     argument("--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"),
-    argument(
-        "--models",
-        metavar="YAML",
-        help="with --against: a file with lines `published model: measured model`, for a study at another scale",
-    ),
+    argument("--models", metavar="YAML", help="with --against: lines `published model: measured model`"),
     argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json"),
-    argument(
-        "--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run's folder with the recipe's results.json"
-    ),
+    argument("--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run with the recipe's results.json"),
 )
 def report(options: Namespace) -> int:
     """Write the report of a sweep or a study, or the results of recipes.
@@ -135,12 +123,10 @@ def report(options: Namespace) -> int:
 
     The exit status is 1 if a checked run differs from its recipe.
     """
-    if sum((bool(options.folders), options.results is not None, options.check is not None)) != 1:
+    if sum(map(bool, (options.folders, options.results, options.check))) != 1:
         raise UserError("biphasic report: error: expected one of RESULTS, --results and --check")
-    if not options.folders and (options.out is not None or options.against is not None):
-        raise UserError("biphasic report: error: --out and --against are for the report of RESULTS")
-    if options.models is not None and options.against is None:
-        raise UserError("biphasic report: error: --models belongs to --against")
+    if ((options.out or options.against) and not options.folders) or (options.models and not options.against):
+        raise UserError("biphasic report: error: --out and --against are for RESULTS, and --models for --against")
     if options.folders:
         from biphasic.report.run import write_report
 
@@ -156,11 +142,7 @@ def report(options: Namespace) -> int:
 
 @command(
     "compare two models on the same test sets",
-    argument(
-        "first",
-        metavar="A",
-        help="the folder of an evaluation, a fine-tuning or a sweep; FOLDER@MODEL if it has several",
-    ),
+    argument("first", metavar="A", help="an evaluation, a fine-tuning or a sweep; FOLDER@MODEL if it has several"),
     argument("second", metavar="B", help="another one, of the same kind"),
     argument("--out", type=local_path, metavar="FILE.json", help="write the report with the scores of all examples"),
 )

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import pickle
-import random
 import re
 import sys
 import tempfile
@@ -205,21 +204,6 @@ def describe(report: dict[str, Any], examples: int) -> str:
         for row, example in shown
     ]
     return "\n".join([tabulate(rows, "keys", "pipe", intfmt=","), *lines])
-
-
-def audit_page(report: dict[str, Any], size: int) -> str:
-    """Return a Markdown page with a random sample of the flagged examples, the same for equal reports, to be judged."""
-    flagged = [(row, example) for row in report["sets"] for example in row["found"]]
-    sample = random.Random(0).sample(flagged, min(size, len(flagged)))
-    lines = [f"# {len(sample)} of {len(flagged)} examples that share {report['words']} words with {report['data']}\n"]
-    for number, (row, example) in enumerate(sample, start=1):
-        lines += [
-            f"## {number}. {row['task']} {row['split']}, {example['id']}, {example['column']}\n",
-            f"{example['run']} consecutive words, {example['share']:.0%} of its {report['words']}-grams: copied or not?\n",
-            f"Evaluation:\n\n> {example['text']}\n",
-            f"Training, {example['place']}:\n\n> {example['training_text']}\n",
-        ]
-    return "\n".join(lines)
 
 
 def _summary(
