@@ -77,16 +77,16 @@ pause=${BIPHASIC_PAUSE:-10}
 launcher='' told=''
 
 # The ranks are told, never the launcher: it would leave them half a minute for what may be a long upload. While it has
-# none yet there is nobody to tell, so wait for them.
+# none yet there is nobody to tell, so wait for them as long as it lives: its imports from a slow disk may take minutes.
 tell_ranks() {
     told=$1
     say "SIG$1: telling the ranks to save and stop"
-    for ((tries = 0; tries < 150; tries++)); do
-        if [[ -z $launcher ]] || ! kill -0 "$launcher" 2>/dev/null; then return 0; fi
-        # A bare `return` in a trap would return what was there before it, the interrupted wait's failure.
+    # A bare `return` in a trap would return what was there before it, the interrupted wait's failure.
+    while [[ -n $launcher ]] && kill -0 "$launcher" 2>/dev/null; do
         if pkill -USR1 -P "$launcher"; then return 0; fi
         sleep 0.2 || true # what signals everything signals this too
     done
+    return 0
 }
 for name in TERM USR1 USR2 INT HUP; do
     # shellcheck disable=SC2064

@@ -295,6 +295,16 @@ def test_a_signal_before_there_are_ranks_is_not_lost(node: Node) -> None:
     assert len(node.launches()) == 1
 
 
+def test_a_signal_waits_for_the_ranks_of_a_slow_launcher(node: Node) -> None:
+    """However often it is tried: without its pauses, some hundred times until there is a rank."""
+    node.program("sleep", "exit 0")
+    process = node.start(STATUSES="wait", SLOW="5")
+    node.wait_for("launcher ")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    assert node.lines("rank got ") in ([], ["SIGUSR1"]), "a rank that has just begun dies of it"
+
+
 def test_a_signal_during_the_preflight_starts_no_training(node: Node) -> None:
     process = node.start(STATUSES="wait,0", BIPHASIC_PREFLIGHT="1")
     node.wait_for("rank ")
