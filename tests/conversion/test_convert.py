@@ -125,7 +125,7 @@ def test_documents_without_text_are_counted(config_for: Make, tmp_path: Path) ->
     records = [{"id": "empty", "text": ""}, *sentences(10, longest=10)]
     config = config_for(records)
     record = convert(config)
-    assert record["documents"] == {"read": 11, "filtered": 0, "skipped": {"without text": 1}, "repeated": 0}
+    assert record["documents"] == {"read": 11, "filtered": 0, "skipped": {"without text": 1}}
     assert sorted(texts_in(rows_in(tmp_path / "out" / "train"), config)) == sorted(r["text"] for r in records[1:])
 
 
@@ -271,16 +271,14 @@ def test_files_that_are_not_read_are_counted_by_suffix(
     for record in sentences(9):
         (folder / "more" / f"{record['id']}.md").write_text(record["text"])
     expected = "6 files (2 .html, 1 hidden, 1 no suffix, 1 .pdf, 1 .tar.gz)"
-    names = ", ".join(f"{folder}/{name}" for name in (".hidden.txt", "_SUCCESS", "a.html"))
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(folder)))
     assert main(["convert", str(path), "--plan"]) == 0
     planned = capsys.readouterr().out
-    assert "9 files, " in planned and f"not read {expected}, such as {names}" in " ".join(planned.split())
+    assert "9 files, " in planned and f"not read {expected}" in " ".join(planned.split())
     assert main(["convert", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(f"not read: {expected}, such as {names}\n") == printed.count(f"not read: {expected}\n") == 1
-    assert f"not read: {expected}, such as {names}" in (tmp_path / "out" / "conversion.log").read_text()
+    assert printed.count(f"not read: {expected}\n") == 2  # before and after it
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["documents"]["read"] == 9
     assert record["source"]["unread"] == {"hidden": 1, "no suffix": 1, ".html": 2, ".pdf": 1, ".tar.gz": 1}

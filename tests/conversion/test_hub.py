@@ -96,7 +96,7 @@ def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_
     assert [file["path"] for file in record["source"]["files"]] == [
         f"{prefix}/{at:03d}_00000.parquet" for at in range(2)
     ]
-    assert record["documents"] == {"read": 600, "filtered": 200, "skipped": {}, "repeated": 0}
+    assert record["documents"] == {"read": 600, "filtered": 200, "skipped": {}}
     again = run(hub, tmp_path, config)
     assert "nothing to do" in again.stdout, again.stdout + again.stderr
 

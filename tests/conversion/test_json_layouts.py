@@ -1,4 +1,4 @@
-"""JSON in other layouts than an object in each line: arrays, and objects over several lines."""
+"""JSON arrays of objects, in place of an object in each line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ SPREAD = {
     "array on one line": json.dumps(RECORDS),
     "array of lines": "[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]\n\n",
     "indented array": f"\ufeff{PRETTY}\n",
-    "indented objects": "\n".join(json.dumps(record, indent=2) for record in RECORDS),
 }
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "JSON", "ndjson", "json.gz", "jsonl.zst"])
 @pytest.mark.parametrize("layout", SPREAD)
-def test_json_over_several_lines(layout: str, ending: str, tmp_path: Path) -> None:
-    """Several times the size that is read at once, too."""
+def test_a_json_array(layout: str, ending: str, tmp_path: Path) -> None:
     for repeats in (1, 3):
         text = SPREAD[layout] if repeats == 1 else json.dumps([{**RECORDS[0], "text": "é" * 2**20}] * repeats)
         content = text.encode()
@@ -42,21 +40,17 @@ def test_json_over_several_lines(layout: str, ending: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"id": "1", "text": "one"}', r"is damaged after object 1 \(the array does not end\)"),
-        ('[{"id": "1", "text": "one"}, {"id": "2", "te', r"is damaged after object 1 \(the array does not end\)"),
-        ('[{"id": "1", "text": "one"}]\n{"id"', r"is damaged after object 1 \(there is more after the array\)"),
-        ('{\n"id": "1", "text": "one"}\nno', r"is damaged after object 1 \(Expecting value"),
-        (
-            '[\n{"id": "1", "text": "one"},\n{"id": "2", "text": "\udce9"}]',
-            r"is damaged after object \d \('utf-8' codec",
-        ),
+        ('[{"id": "1", "text": "one"}', "Expecting ',' delimiter"),
+        ('[{"id": "1", "text": "one"}, {"id": "2", "te', "Unterminated string"),
+        ('[{"id": "1", "text": "one"}]\n{"id"', "Extra data"),
+        ('[\n{"id": "1", "text": "one"},\n{"id": "2", "text": "\udce9"}]', "'utf-8' codec"),
     ],
 )
-def test_json_over_several_lines_that_is_damaged(content: str, message: str, tmp_path: Path) -> None:
+def test_a_json_array_that_is_damaged(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(content.encode("utf-8", "surrogateescape"))
     [source_file] = find_files(source(file)).files
-    with pytest.raises(DamagedFileError, match=f"^source {file}: {message}"):
+    with pytest.raises(DamagedFileError, match=rf"^source {file}: is damaged: it begins as a JSON array \({message}"):
         list(read_documents(source_file, OPTIONS))
 
 

@@ -122,10 +122,7 @@ def check_conversion(
         assert not (out / "conversion.started").exists()
         again = convert(config.model_copy(update={"output": str(folder / "again")}))
         assert again["splits"] == record["splits"]
-        result = verify(str(out))
-        assert result.faults == []
-        repeated = [line for line in result.summary if "have the id of an earlier one" in line]
-        assert len(repeated) == (record["documents"]["repeated"] > 0)
+        assert verify(str(out)).faults == []
         kept = sum(split["documents"] for split in record["splits"].values())
         left_out = record["documents"]["filtered"] + sum(record["documents"]["skipped"].values())
         if config.max_tokens is None:

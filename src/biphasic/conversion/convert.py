@@ -11,9 +11,9 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
     sequence_length, dtype, hash
     validation_end      documents whose number (`document_number` of the id) is below it are for validation
     splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, shards (their number), index_sha256
-    documents           read, filtered, skipped (by kind), repeated (documents with an earlier document's id)
-    checks              special_names (names of special tokens in the text, which are plain text there); unknown (text that
-                        the tokenizer doesn't know, from a sample), unknown_tokens and tokens
+    documents           read, filtered, skipped (by kind)
+    checks              special_names (names of special tokens in the text, which are plain text there), tokens, and those
+                        of them that stand for unknown text (unknown_tokens)
     units               names of the work units, in the order of the index
     text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
 """
@@ -31,7 +31,6 @@ import numpy as np
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.output import (
-    LockedOutput,
     lock_output,
     publish,
     read_record,
@@ -50,8 +49,7 @@ from biphasic.conversion.sources import (
     hub_commit,
     inspect_files,
 )
-from biphasic.conversion.text_checks import tokenizer_remarks
-from biphasic.conversion.tokenizer_check import require_same_encoding
+from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
@@ -92,23 +90,21 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     require_same_encoding(tokenizer, _sample_texts(config, layouts))
     context = ConversionContext.of(config, tokenizer, draw.end)
     try:
-        with lock_output(context, units, sources.commit) as output:
+        with lock_output(context, units, sources.commit) as (store, earlier):
             if sources.unread:
-                output.log.add(line := f"not read: {describe_unread(sources.unread, sources.unread_names)}")
-                print(line)
+                print(f"not read: {describe_unread(sources.unread)}")
             for line in tokenizer_remarks(config, tokenizer):
-                output.log.add(line)
                 print(line)
             if config.validation_fraction:
                 print(f"validation: {draw.description}")
-            records = _Driver(context, units, damaged, output).run()
-            return publish(output, context, records, sources, damaged, time.monotonic() - start)
+            records = _Driver(context, units, damaged, earlier).run()
+            return publish(store, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
 
 
 def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[list[Document | Skipped]]:
-    """Yield the first entries of up to eight evenly spaced places: row groups of Parquet files, the beginnings of others."""
+    """Yield the first entries of up to eight places: row groups of Parquet files, and the beginnings of other files."""
     places = [
         replace(layout.file, row_groups=None if group is None else (group, group + 1))
         for layout in layouts
@@ -120,13 +116,12 @@ def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterat
 
 
 def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[str]:
-    """Yield the texts of `sample_documents`. Damaged files are reported later."""
+    # Damaged files are reported later.
     for entries in sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts):
         yield from (entry.text for entry in entries if isinstance(entry, Document))
 
 
 def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:
-    """Raise a UserError if the revision of a hub dataset is not the commit that an output was converted from."""
     revision = source.revision
     with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
         if revision not in (None, commit) and hub_commit(source.path, revision) != commit:
@@ -157,26 +152,26 @@ def inspect_sources(config: ConvertConfig) -> tuple[Sources, list[FileLayout]]:
 
 
 def _stopping_faults(config: ConvertConfig, damaged: list[str]) -> list[str]:
-    """Return the messages about damaged files, with advice, if they stop the conversion."""
     return [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
 
 
 class _Driver:
     """Converts the units that have no valid record yet.
 
-    With `max_tokens`, the dataset consists of the first units, the last of which is stopped at the limit. This depends
-    only on the text, not on the order in which units finish. A unit is submitted with the tokens that remain after the
-    finished units before it. Fewer may remain once the others have finished; a unit that reaches this limit is then
-    converted once more.
+    With `max_tokens`, the dataset is the first units, and the last of these ends at the limit, whichever unit is finished
+    first. A unit is given the tokens that the finished units before it leave. When all before it are finished, these may
+    be fewer: if the limit then lies in this unit, it is converted a second time.
     """
 
-    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
-        self.context, self.units, self.output, self.damaged = context, units, output, damaged
+    def __init__(
+        self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: dict[str, UnitRecord]
+    ):
+        self.context, self.units, self.damaged = context, units, damaged
         self.faults = _stopping_faults(context.config, damaged)
         self.stopping = False
         self.records: dict[str, UnitRecord] = {}
         for unit, remaining in self._remaining():
-            record = output.records.get(unit.name)
+            record = earlier.get(unit.name)
             if record is not None and is_valid(record, unit, context):
                 stopped_at = record["stopped_at"]
                 if stopped_at is None or (remaining is not None and stopped_at >= remaining):
@@ -190,7 +185,7 @@ class _Driver:
         config = self.context.config
         waiting = sum(unit.name not in self.records and remaining != 0 for unit, remaining in self._remaining())
         with (
-            closing(Progress(config, self.units, self.records, self.output.log.add)) as progress,
+            closing(Progress(config, self.units, self.records)) as progress,
             open_pool(self.context, waiting, progress) as convert_all,
         ):
             for message in self.damaged:
@@ -226,7 +221,7 @@ class _Driver:
         else:
             self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
             self.stopping = self.stopping or not result.damaged_file
-        progress.finished(result)
+        progress.print_result(result)
 
     def _remaining(self) -> Iterator[Job]:
         """Yield each unit with the training tokens that remain after the finished units before it; None means no limit."""
@@ -236,7 +231,6 @@ class _Driver:
             taken += self._tokens(unit)
 
     def _tokens(self, unit: WorkUnit) -> int:
-        """Return the training tokens of a finished unit; 0 for another."""
         record = self.records.get(unit.name)
         return 0 if record is None else record["splits"]["train"]["tokens"]
 
@@ -247,7 +241,7 @@ class _Driver:
             record = self.records.get(unit.name)
             if record is None or remaining == 0:
                 break
-            # A unit that another limit, or none, has not stopped here may hold validation documents from after the limit.
+            # A unit that was not stopped at this limit may hold validation documents that come after it.
             is_over = remaining is not None and record["splits"]["train"]["tokens"] >= remaining
             if is_over and record["stopped_at"] != remaining:
                 return selected, (unit, remaining)

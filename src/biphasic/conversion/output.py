@@ -6,54 +6,31 @@ import errno
 import hashlib
 import json
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
-from biphasic.conversion.text_checks import merge_checks
-from biphasic.conversion.work_units import (
-    FREE_KEYS,
-    ConversionContext,
-    UnitRecord,
-    WorkUnit,
-    document_numbers_file,
-    unit_record_file,
-)
+from biphasic.conversion.tokenizer_checks import merge_checks
+from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line
-from biphasic.grouping import groups_up_to
 from biphasic.storage import LOCK_FILE, LocalStore, Store, is_remote, join, json_bytes, open_store, user_errors
 
 UnitRecords = list[tuple[WorkUnit, UnitRecord]]
-CONVERSION_LOG = "conversion.log"
 _READERS = 32
-_LOG_SECONDS = 30
 _NAMED_UNITS = 3
-
-
-@dataclass
-class LockedOutput:
-    """An output that this process writes. `records` holds the records of units finished earlier, by unit name."""
-
-    store: Store
-    records: dict[str, UnitRecord]
-    log: Log
 
 
 def read_record(output: str) -> dict[str, Any] | None:
@@ -63,24 +40,23 @@ def read_record(output: str) -> dict[str, Any] | None:
     """
     store = open_store(output)
     files = _sizes(store)
-    if CONVERSION_RECORD in files:
-        record = _read_json(store, CONVERSION_RECORD)
-        for split in record["splits"]:
-            for shard in _read_json(store, f"{split}/{INDEX}")["shards"]:
-                name, size = f"{split}/{shard_file(shard)['basename']}", shard_file(shard)["bytes"]
-                if files.get(name) == size:
-                    continue
-                with user_errors(f"output {output}: can't be read"):
-                    stored = store.stat(name)  # a split may be a link, which the list of a local folder leaves out
-                if stored is None or stored.bytes != size:
-                    problem = "is missing" if stored is None else f"has {stored.bytes} bytes instead of {size}"
-                    raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
-        return record
-    others = [name for name in files if name != CONVERSION_LOG]
-    if others and CONVERSION_STARTED not in files:
-        message = f"already holds files that do not belong to a conversion (e.g. {others[0]})"
-        raise UserError(f"output {output} {message}: choose another, or remove them")
-    return None
+    if CONVERSION_RECORD not in files:
+        if files and CONVERSION_STARTED not in files:
+            message = f"already holds files that do not belong to a conversion (e.g. {next(iter(files))})"
+            raise UserError(f"output {output} {message}: choose another, or remove them")
+        return None
+    record = _read_json(store, CONVERSION_RECORD)
+    for split in record["splits"]:
+        for shard in _read_json(store, f"{split}/{INDEX}")["shards"]:
+            name, size = f"{split}/{shard_file(shard)['basename']}", shard_file(shard)["bytes"]
+            if files.get(name) == size:
+                continue
+            with user_errors(f"output {output}: can't be read"):
+                stored = store.stat(name)  # a split may be a link, which the list of a local folder leaves out
+            if stored is None or stored.bytes != size:
+                problem = "is missing" if stored is None else f"has {stored.bytes} bytes instead of {size}"
+                raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
+    return record
 
 
 def require_record(output: str) -> dict[str, Any]:
@@ -107,9 +83,9 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
 def require_same_settings(
     kind: str, config: dict[str, Any], tokenizer: dict[str, Any], context: ConversionContext, *free_keys: str
 ) -> None:
-    """Check that the conversion in an output has the requested settings, except for `free_keys` and `FREE_KEYS`.
+    """Raise a UserError, which names the keys, if an output was made with other settings than the requested ones.
 
-    A hub dataset's revision is not compared, because its commit is. Raises a UserError that names the settings that differ.
+    `free_keys` and `FREE_KEYS` may differ, and a hub dataset's revision, because its commit is compared.
     """
     current, config = (
         {**each, "source": {**each["source"], "revision": None}}
@@ -134,12 +110,14 @@ def require_same_files(record: dict[str, Any], output: str, files: list[SourceFi
 
 
 @contextmanager
-def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str | None) -> Iterator[LockedOutput]:
-    """Open an output for writing, and lock it for this process if it is a local folder.
+def lock_output(
+    context: ConversionContext, units: list[WorkUnit], commit: str | None
+) -> Iterator[tuple[Store, dict[str, UnitRecord]]]:
+    """Lock an output for this process, and yield its store and the records of units finished earlier, by unit name.
 
-    `commit` is the commit of a hub dataset. A bucket is not locked, because two conversions with the same settings only
-    do the same work twice and write the same bytes. Raises a UserError if another conversion is writing the output, or
-    it holds an unfinished one with other settings, and an OSError if it can't be written.
+    `commit` is that of a hub dataset. A bucket is not locked, because two conversions with the same settings only do the
+    same work twice and write the same bytes. Raises a UserError if another conversion is writing the output, or it holds
+    an unfinished one with other settings, and an OSError if it can't be written.
     """
     output = context.config.output
     store = open_store(output)
@@ -168,17 +146,15 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
             "units": {unit.name: unit.description for unit in units},
         }
         store.write(CONVERSION_STARTED, json_bytes(started))
-        log = Log(store)
-        stack.callback(log.flush)
-        yield LockedOutput(store, read_unit_records(store), log)
+        yield store, read_unit_records(store)
 
 
 def write_error_message(output: str, error: OSError) -> str:
     """Return the message about an output that can't be written."""
-    advice = "finished work units are kept; fix the cause, and run the same command again"
     # Shards for a bucket are written to a temporary folder first.
     is_disk = error.errno == errno.ENOSPC and is_remote(output)
     place = f"temporary folder {tempfile.gettempdir()} (TMPDIR)" if is_disk else f"output {output}"
+    advice = "finished work units are kept; fix the cause, and run the same command again"
     return f"{place}: can't be written ({first_line(error)}); {advice}"
 
 
@@ -190,75 +166,26 @@ def read_unit_records(store: Store) -> dict[str, UnitRecord]:
         return {Path(name).stem: record for name, record in zip(names, records, strict=True)}
 
 
-class Log:
-    """Writes a line for each event, with its time, to the output's `conversion.log`.
-
-    Objects in a bucket can't be appended to, so each write replaces the complete log, in a bucket every half minute.
-    """
-
-    def __init__(self, store: Store):
-        self._store, self._written = store, time.monotonic()
-        self._content = store.read(CONVERSION_LOG) if store.stat(CONVERSION_LOG) is not None else b""
-
-    def add(self, line: str) -> None:
-        """Append a line."""
-        self._content += f"{datetime.now(UTC).isoformat(timespec='seconds')} {line}\n".encode()
-        if isinstance(self._store, LocalStore) or time.monotonic() - self._written > _LOG_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the log. Errors are ignored, because writing shards reports an output that can't be written."""
-        with suppress(OSError):
-            self._store.write(CONVERSION_LOG, self._content)
-        self._written = time.monotonic()
-
-
 def publish(
-    output: LockedOutput,
-    context: ConversionContext,
-    records: UnitRecords,
-    sources: Sources,
-    damaged: list[str],
-    seconds: float,
+    store: Store, context: ConversionContext, records: UnitRecords, sources: Sources, damaged: list[str], seconds: float
 ) -> dict[str, Any]:
     """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`) and publish it.
 
     Removes files that are not part of the dataset, then writes the tokenizer, the indexes, and last the record. Raises
     a UserError if a split has no documents, and an OSError if the output can't be written.
     """
-    config, tokenizer, store = context.config, context.tokenizer, output.store
-    units = [unit.name for unit, _ in records]
-    skipped: Counter[str] = Counter()
-    for _, record in records:
-        skipped.update(record["documents"]["skipped"])
-    read, filtered = (sum(record["documents"][key] for _, record in records) for key in ("read", "filtered"))
-    kept = {name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))}
-    splits, indexes = {}, {}
-    for name in config.splits:
-        parts = [record["splits"][name] for _, record in records]
-        counts = {key: sum(part[key] for part in parts) for key in ("documents", "tokens", "rows", "bytes")}
-        if not counts["documents"]:
-            hint = (
-                "raise max_tokens or validation_fraction"
-                if name == "validation"
-                else "is the source empty, or its text in another column?"
-            )
-            left_out = f"{filtered:,} left out by filters, {sum(skipped.values()):,} skipped"
-            raise UserError(f"{read:,} documents were read ({left_out}), and none is for {name}: {hint}")
-        shards = _shards(name, records)
-        kept |= {f"{name}/{shard_file(shard)['basename']}" for shard in shards}
-        # Streaming's own merge of the units' indexes would give the same bytes.
-        indexes[name] = json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
-        fill = counts["tokens"] / max(counts["rows"] * config.sequence_length, 1)
-        index_hash = hashlib.sha256(indexes[name]).hexdigest()
-        splits[name] = {**counts, "fill": fill, "shards": len(shards), "index_sha256": index_hash}
-    repeated = count_repeated(document_numbers(store, units))
+    config, tokenizer = context.config, context.tokenizer
+    shards = {split: _shards(split, records) for split in config.splits}
+    # Streaming's own merge of the units' indexes would give the same bytes.
+    indexes = {
+        split: json.dumps({"version": 2, "shards": listed}, sort_keys=True).encode() for split, listed in shards.items()
+    }
     record = {
         "config": config.model_dump(mode="json"),
         "source": {
             "commit": sources.commit,
             "files": [{"path": file.path, "bytes": file.bytes, "version": file.version} for file in sources.files],
-            "left_out": damaged + [message for _, record in records for message in record["damaged"]],
+            "left_out": damaged + [message for _, unit in records for message in unit["damaged"]],
             "unread": sources.unread,
         },
         "tokenizer": {
@@ -270,30 +197,49 @@ def publish(
         "dtype": token_dtype(tokenizer.vocab_size),
         "hash": HASH,
         "validation_end": context.validation_end,
-        "splits": splits,
-        "documents": {
-            "read": read,
-            "filtered": filtered,
-            "skipped": dict(sorted(skipped.items())),
-            "repeated": repeated,
-        },
-        "checks": merge_checks(record["checks"] for _, record in records),
-        "units": units,
-        "text_bytes": sum(record["text_bytes"] for _, record in records),
-        "cpu_seconds": round(sum(record["cpu_seconds"] for _, record in records), 2),
+        **_merged_counts([unit for _, unit in records], config.splits),
+        "units": [unit.name for unit, _ in records],
         "seconds": round(seconds, 2),
     }
-    store.remove(set(store.list()) - kept - {CONVERSION_STARTED, CONVERSION_LOG})
+    for split, counts in record["splits"].items():
+        counts["fill"] = counts["tokens"] / max(counts["rows"] * config.sequence_length, 1)
+        counts |= {"shards": len(shards[split]), "index_sha256": hashlib.sha256(indexes[split]).hexdigest()}
+    kept = {CONVERSION_STARTED, *map(unit_record_file, record["units"])}
+    kept |= {f"{split}/{shard_file(shard)['basename']}" for split, listed in shards.items() for shard in listed}
+    store.remove(set(store.list()) - kept)
     with tempfile.TemporaryDirectory() as folder:
         with user_errors(f"temporary folder {folder}: can't be written", Exception):  # the library raises bare ones
             tokenizer.save(Path(folder))
         for file in sorted(Path(folder).iterdir()):
             store.write(f"tokenizer/{file.name}", file.read_bytes())
-    for name, index in sorted(indexes.items(), reverse=True):
-        store.write(f"{name}/{INDEX}", index)
+    for split, index in sorted(indexes.items(), reverse=True):
+        store.write(f"{split}/{INDEX}", index)
     store.write(CONVERSION_RECORD, json_bytes(record))
     store.remove([CONVERSION_STARTED])
     return record
+
+
+def _merged_counts(units: list[UnitRecord], splits: list[str]) -> dict[str, Any]:
+    """Add up the counts of units. Raises a UserError if a split has no documents."""
+    documents = [unit["documents"] for unit in units]
+    read, filtered = (sum(each[key] for each in documents) for key in ("read", "filtered"))
+    skipped = sum((Counter(each["skipped"]) for each in documents), Counter[str]())
+    merged = {}
+    for split in splits:
+        keys = ("documents", "tokens", "rows", "bytes")
+        merged[split] = {key: sum(unit["splits"][split][key] for unit in units) for key in keys}
+        if not merged[split]["documents"]:
+            advice = "is the source empty, or its text in another column?"
+            advice = "raise max_tokens or validation_fraction" if split == "validation" else advice
+            left_out = f"{filtered:,} left out by filters, {skipped.total():,} skipped"
+            raise UserError(f"{read:,} documents were read ({left_out}), and none is for {split}: {advice}")
+    return {
+        "splits": merged,
+        "documents": {"read": read, "filtered": filtered, "skipped": dict(sorted(skipped.items()))},
+        "checks": merge_checks(unit["checks"] for unit in units),
+        "text_bytes": sum(unit["text_bytes"] for unit in units),
+        "cpu_seconds": round(sum(unit["cpu_seconds"] for unit in units), 2),
+    }
 
 
 def _shards(split: str, records: UnitRecords) -> list[dict[str, Any]]:
@@ -306,31 +252,6 @@ def _shards(split: str, records: UnitRecords) -> list[dict[str, Any]]:
                     file["basename"] = f"{unit.name}/{file['basename']}"
             shards.append(shard)
     return shards
-
-
-def document_numbers(store: Store, units: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the numbers of each unit's documents: uint64 [documents], sorted."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        for names in groups_up_to(_READERS, map(document_numbers_file, units)):
-            for content in pool.map(store.read, names):
-                yield np.frombuffer(content, "<u8")
-
-
-def count_repeated(numbers: Iterable[np.ndarray]) -> int:
-    """Count the documents that have the number of an earlier one. The numbers are sorted on disk to save memory.
-
-    Raises a UserError if the temporary folder is full.
-    """
-    with tempfile.TemporaryFile() as file:
-        for part in numbers:
-            with user_errors(f"temporary folder {tempfile.gettempdir()} (TMPDIR): can't be written"):
-                file.write(part.astype("<u8").tobytes())
-                file.flush()
-        if not file.tell():
-            return 0
-        merged = np.memmap(file, "<u8", "r+")
-        merged.sort()
-        return int((merged[1:] == merged[:-1]).sum())
 
 
 def _sizes(store: Store) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Run a conversion's work units in this process, or on workers of this machine or a Ray cluster, and show the progress."""
+"""Run work units in this process, or on workers of this machine or a Ray cluster, and show the progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP
 _MODULES = ("biphasic.conversion.pool", "streaming")
 """Modules that workers import."""
 
-
 Job = tuple[WorkUnit, int | None]
 """A unit, and its limit of training tokens."""
 
@@ -42,73 +41,43 @@ class UnitResult:
 
 
 class Progress:
-    """A progress bar over the tokens of all units, and a line in the log for each unit.
+    """A progress bar over the text of all units or, with `max_tokens`, over the tokens. `records` are of finished units."""
 
-    The total is estimated from the text converted so far. The caller adds the records of finished units to `records`.
-    """
-
-    def __init__(
-        self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord], log: Callable[[str], None]
-    ):
-        self.config, self.units, self.records, self.log = config, units, records, log
-        self.tokens = self.bytes = 0
-        size = sum(unit.bytes for unit in self.units) / 1e6
-        text = f"{len(self.units)} work unit{'s' * (len(self.units) > 1)} ({size:,.1f} MB)"
-        rows = f"MDS shards of rows of {self.config.sequence_length} tokens"
-        print(f"converting {text} to {self.config.output}: {rows}")
-        if self.records:
-            self.print_line(f"{len(self.records)} of {len(self.units)} work units were finished before and are kept")
-        finished = sum(_tokens(record) for record in records.values())
-        self._bar = tqdm(desc="tokens", unit="tok", unit_scale=True, smoothing=0.05, initial=finished)
+    def __init__(self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord]):
+        self.units, self._limit, self._tokens = units, config.max_tokens, 0
+        size = sum(unit.bytes for unit in units)
+        text = f"{len(units)} work unit{'s' * (len(units) > 1)} ({size / 1e6:,.1f} MB)"
+        print(f"converting {text} to {config.output}: MDS shards of rows of {config.sequence_length} tokens")
+        if records:
+            self.print_line(f"{len(records)} of {len(units)} work units were finished before and are kept")
+        kept = sum(unit.bytes for unit in units if unit.name in records)
+        if self._limit is not None:
+            kept = sum(record["splits"]["train"]["tokens"] for record in records.values())
+        unit = "B" if self._limit is None else "tok"
+        self._bar = tqdm(total=self._limit or size, initial=kept, unit=unit, unit_scale=True, smoothing=0.05)
 
     def close(self) -> None:
-        """Close the bar."""
         self._bar.close()
 
     def add(self, tokens: int, size: int) -> None:
         """Add tokens and text bytes that workers have converted."""
-        if not size:
-            return
-        if not self.bytes:
-            # The rate excludes the workers' start-up time.
-            self._bar.unpause()
-        self.tokens += tokens
-        self.bytes += size
-        self._bar.total = max(self._estimate(), self._bar.n + tokens)
-        self._bar.update(tokens)
+        if size and not self._tokens:
+            self._bar.unpause()  # the rate excludes the workers' start-up time
+        self._tokens += tokens
+        self._bar.set_postfix_str(f"{self._tokens:,} tokens", refresh=False)
+        self._bar.update(size if self._limit is None else tokens)
 
-    def finished(self, result: UnitResult) -> None:
-        """Log the result of a unit."""
-        record = result.record
-        if record is None:
-            self.print_line(result.fault)
-            return
-        tokens, seconds = _tokens(record), max(record["seconds"], 1e-9)
-        documents = sum(split["documents"] for split in record["splits"].values())
-        self.log(
-            f"{result.unit.name} {result.unit.description}: {documents:,} documents, {tokens:,} tokens, "
-            f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s ({len(self.records)} of {len(self.units)})"
-        )
-        for line in [*record["damaged"], *record["documents"]["examples"]]:
-            self.print_line(f"skipped: {line}")
+    def print_result(self, result: UnitResult) -> None:
+        """Print what was left out of a unit, or its fault."""
+        lines = [result.fault]
+        if (record := result.record) is not None:
+            lines = [f"skipped: {line}" for line in [*record["damaged"], *record["documents"]["examples"]]]
+        for line in lines:
+            self.print_line(line)
 
     def print_line(self, line: str) -> None:
-        """Print a line above the bar and log it."""
-        self.log(line)
+        """Print a line above the bar."""
         tqdm.write(line)
-
-    def _estimate(self) -> int:
-        """Estimate the tokens of all units from the text converted so far."""
-        finished = [unit for unit in self.units if unit.name in self.records]
-        planned = sum(unit.bytes for unit in finished)
-        read = sum(self.records[unit.name]["text_bytes"] for unit in finished)
-        text = sum(unit.bytes for unit in self.units) * (read / planned if planned and read else 1)
-        tokens = round(text * self.tokens / max(self.bytes, 1))
-        return tokens if self.config.max_tokens is None else min(tokens, self.config.max_tokens)
-
-
-def _tokens(record: UnitRecord) -> int:
-    return sum(split["tokens"] for split in record["splits"].values())
 
 
 class UnitWorker:

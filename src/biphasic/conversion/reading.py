@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import hashlib
 import json
 import posixpath
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
-from biphasic.config.convert import ConvertConfig, FilesSource
-from biphasic.conversion.filters import passes, type_name
+from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
 from biphasic.conversion.source_files import (
     JSON_KINDS,
     READ_BYTES,
@@ -35,7 +33,6 @@ _MAX_FIELD = 2**28
 _TEXT_BYTES, _JSON_BYTES = 4, 12
 """Maximum bytes of a character in UTF-8, and as JSON's escapes."""
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-_BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
 class Document(NamedTuple):
@@ -139,10 +136,10 @@ def read_start(file: SourceFile, config: ConvertConfig) -> None:
 
 
 def _document(
-    text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig
+    text: str | bytes | None, values: Mapping[str, Any], where: str, config: ConvertConfig
 ) -> Document | Skipped:
     """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
-    if not passes(values, config.filters):
+    if not all(_passes(values.get(condition.column), condition) for condition in config.filters):
         return Skipped(FILTERED, where, "")
     if isinstance(text, bytes):
         return Skipped("not UTF-8", where, "its text is not UTF-8")
@@ -215,8 +212,8 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Document | S
     size, is_first, is_start = _JSON_BYTES * _MAX_CHARACTERS, True, True
     for number, line in enumerate(_lines(file, size), start=1):
         where, stripped = f"{file.path}, line {number}", line.strip()
-        if is_start and (stripped.startswith(b"[") or stripped == b"{"):
-            yield from _read_json_values(file, config)
+        if is_start and stripped.startswith(b"["):
+            yield from _read_json_array(file, config)
             return
         is_start &= not stripped
         if len(line) == size:
@@ -227,52 +224,19 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Document | S
             yield entry
 
 
-def _read_json_values(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
-    """Read an array of objects, or objects over several lines."""
-    for number, value in enumerate(_json_values(file), start=1):
-        where = f"{file.path}, object {number}"
+def _read_json_array(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+    with open_text(file, lambda: "object 0") as stream:
+        content = without_byte_order_mark(stream.read(), file)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        message = f"is damaged: it begins as a JSON array ({first_line(error)})"
+        raise DamagedFileError(f"source {file.path}: {message}") from None
+    for number, value in enumerate(values, start=1):
         if number == 1 and not isinstance(value, dict):
             expected = f"expected objects such as {_expected(file.path, config).removeprefix('a line such as ')}"
-            raise UserError(f"source {file.path}: is a JSON array of {type_name(value)}; {expected}")
-        yield _json_object(value, file.path, where, config, number == 1)
-
-
-def _json_values(file: SourceFile) -> Iterator[Any]:
-    """Yield the values of an array, or values that follow each other, and keep only one at a time.
-
-    Raises a DamagedFileError where the rest is not JSON or not UTF-8, or the array does not end.
-    """
-    decoder, utf8, limit = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(), _JSON_BYTES * _MAX_CHARACTERS
-    count, reason = 0, ""
-    with open_text(file, lambda: f"object {count}") as stream:
-        try:
-            block = without_byte_order_mark(stream.read(READ_BYTES), file)
-            rest = utf8.decode(block).lstrip()
-            is_array = rest.startswith("[")
-            rest = rest.removeprefix("[")
-            while block and len(rest) < limit and not (is_array and rest.startswith("]")):
-                position = 0
-                while True:
-                    position = _BETWEEN_VALUES.match(rest, position).end()  # pyright: ignore[reportOptionalMemberAccess]
-                    try:
-                        value, position = decoder.raw_decode(rest, position)
-                    except (ValueError, RecursionError) as error:  # the rest may be the beginning of a value
-                        reason = first_line(error)
-                        break
-                    count += 1
-                    yield value
-                rest = rest[position:]
-                if not (is_array and rest.startswith("]")):
-                    block = stream.read(max(READ_BYTES, len(rest)))
-                    rest += utf8.decode(block, not block)
-            if is_array and rest.startswith("]"):
-                rest, reason = rest[1:] + utf8.decode(stream.read(READ_BYTES)), "there is more after the array"
-            elif is_array:
-                rest, reason = "[", "the array does not end"
-        except UnicodeDecodeError as error:
-            rest, reason = "?", first_line(error)
-    if rest.strip():
-        raise DamagedFileError(f"source {file.path}: is damaged after object {count} ({reason})")
+            raise UserError(f"source {file.path}: is a JSON array of {_type_name(value)}; {expected}")
+        yield _json_object(value, file.path, f"{file.path}, object {number}", config, number == 1)
 
 
 def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
@@ -398,3 +362,35 @@ def _text_parts(file: SourceFile, unit: str, separator: str | None, size: int) -
         if not (is_start and not rest.strip(b"\r\n")):
             yield number, rest, False
             is_start = False
+
+
+def _passes(value: Any, condition: FilterConfig) -> bool:
+    """Return whether a document with this value is kept. Of a list, `any_of` and `none_of` compare each element.
+
+    Raises a UserError if the value can't be compared with the filter's.
+    """
+    if value is None:
+        return False
+    low, high, any_of, none_of = condition.min, condition.max, condition.any_of, condition.none_of or []
+    try:
+        in_range = (low is None or value >= low) and (high is None or value <= high)
+    except TypeError:
+        raise UserError(f"filters: column {condition.column!r} holds {value!r}; min and max need numbers") from None
+    values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+    for each in values:
+        for name, others in (("any_of", any_of or []), ("none_of", none_of)):
+            if wrong := [other for other in others if _type_name(other) != _type_name(each)]:
+                raise UserError(
+                    f"filters: column {condition.column!r} holds {_type_name(each)}, such as {each!r}, and {name} has "
+                    f"{_type_name(wrong[0])} ({json.dumps(wrong[0])}): YAML reads words such as no, on, 2013 and 12:30 as "
+                    "text only in quotes"
+                )
+    return in_range and (any_of is None or any(v in any_of for v in values)) and not any(v in none_of for v in values)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true and false"
+    if isinstance(value, int | float | Decimal):
+        return "numbers"
+    return "text" if isinstance(value, str | bytes) else f"values of type {type(value).__name__}"

@@ -71,7 +71,7 @@ def open_text(file: SourceFile, position: Callable[[], str]) -> Iterator[BinaryI
         system, name = filesystem(file.path)
         packed = compression_of(file.path)
         with hub_errors(), system.open_input_stream(name, compression="gzip" if packed == ".gz" else None) as handle:
-            stream: Any = _Blocks(_unpack_zstd(handle)) if packed == ".zst" else handle
+            stream: Any = _ZstdReader(handle) if packed == ".zst" else handle
             yield io.BufferedReader(stream, READ_BYTES)
     except (OSError, EOFError, zstandard.ZstdError, pa.ArrowException) as error:
         raise read_error(file, f"is damaged after {position()}", error) from error
@@ -105,39 +105,39 @@ def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
     return DamagedFileError(f"source {file.path}: {problem}")
 
 
-class _Blocks(io.RawIOBase):
-    """A stream of blocks of bytes."""
+class _ZstdReader(io.RawIOBase):
+    """The content of a stream of one or several frames. Raises an EOFError where it ends within one.
 
-    def __init__(self, blocks: Iterator[bytes]):
-        self._blocks, self._rest = blocks, memoryview(b"")
+    pyarrow refuses the windows of `zstd --long`, and zstandard's own reader takes a file cut short for a shorter one.
+    """
+
+    def __init__(self, stream: Any):
+        import zstandard
+
+        self._stream, self._packed, self._unpacked = stream, b"", memoryview(b"")
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        self._frame: Any = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         filled = 0
-        while filled < len(buffer):
-            if not self._rest:
-                if (block := next(self._blocks, None)) is None:
-                    break
-                self._rest = memoryview(block)
-            size = min(len(buffer) - filled, len(self._rest))
-            buffer[filled : filled + size], self._rest = self._rest[:size], self._rest[size:]
+        while filled < len(buffer) and (self._unpacked or self._unpack()):
+            size = min(len(buffer) - filled, len(self._unpacked))
+            buffer[filled : filled + size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
             filled += size
         return filled
 
-
-def _unpack_zstd(stream: Any) -> Iterator[bytes]:
-    """Yield the content of a stream of one or several frames. Raises an EOFError where it ends within one.
-
-    pyarrow refuses the windows of `zstd --long`, and zstandard's own reader takes a file cut short for a shorter one.
-    """
-    import zstandard
-
-    decompressor, frame, packed = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW), None, b""
-    while packed := packed or stream.read(_COMPRESSED_BYTES):
-        frame = frame or decompressor.decompressobj()
-        yield frame.decompress(packed)
-        packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("the compressed data ends early")
+    def _unpack(self) -> bool:
+        """Unpack the next block, and return whether there is one."""
+        while not self._unpacked:
+            self._packed = self._packed or self._stream.read(_COMPRESSED_BYTES)
+            if not self._packed and self._frame is not None:
+                raise EOFError("the compressed data ends early")
+            if not self._packed:
+                return False
+            frame = self._frame or self._decompressor.decompressobj()
+            self._unpacked = memoryview(frame.decompress(self._packed))
+            self._packed, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        return True

@@ -6,7 +6,7 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,7 +16,6 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.filters import arrow_type_name, require_comparable
 from biphasic.conversion.reading import columns, missing_column, read_start
 from biphasic.conversion.source_files import (
     COMPRESSIONS,
@@ -34,22 +33,17 @@ from biphasic.storage import StoredFile, filesystem, glob_pattern, is_remote, op
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _THREADS = 16
-_NAMED_SUFFIXES, _NAMED_FILES = 8, 3
 _PATHS_AT_ONCE = 500
 """Number of a hub dataset's paths in a request. The hub refuses more than 1,000."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """A conversion's files, sorted by path, and the commit of a hub dataset.
-
-    Of the files that are not read, `unread` has the numbers by suffix, and `unread_names` the first few names.
-    """
+    """A conversion's files, sorted by path, the commit of a hub dataset, and the number of files not read, by suffix."""
 
     files: list[SourceFile]
     commit: str | None = None
     unread: dict[str, int] = field(default_factory=dict)
-    unread_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,8 +90,7 @@ def find_files(source: FilesSource) -> Sources:
         name if is_remote(name) else os.path.realpath(name): file for name, file in sorted(files.items(), reverse=True)
     }
     by_path = sorted(by_place.values(), key=lambda file: file.path)
-    counts, names = Counter(map(_suffix, sorted(unread))), sorted(unread)[:_NAMED_FILES]
-    return Sources(by_path, None, dict(counts), tuple(map(_printable, names)))
+    return Sources(by_path, None, dict(Counter(map(_suffix, sorted(unread)))))
 
 
 def _suffix(path: str) -> str:
@@ -112,13 +105,10 @@ def _printable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def describe_unread(unread: Mapping[str, int], names: Sequence[str] = ()) -> str:
-    """Return the number of files that are not read, their most frequent suffixes, and a few names, as in
-    `8 files (5 .html, 3 .pdf), such as text/a.html`."""
-    kinds = [f"{count:,} {suffix}" for suffix, count in Counter(unread).most_common()]
-    named = [*kinds[:_NAMED_SUFFIXES], *(["others"] if kinds[_NAMED_SUFFIXES:] else [])]
-    examples = f", such as {', '.join(names)}" if names else ""
-    return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({', '.join(named)}){examples}"
+def describe_unread(unread: Mapping[str, int]) -> str:
+    """Return the number of files that are not read, and of each suffix: `8 files (5 .html, 3 .pdf)`."""
+    kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in Counter(unread).most_common())
+    return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({kinds})"
 
 
 def _files_at(path: str) -> dict[str, StoredFile]:
@@ -274,13 +264,13 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
             raise missing_column(file.path, column, schema.names, file.path, config)
         if schema.names.count(column) > 1:
             raise UserError(f"{source}: has several columns {column!r}: rename them, or remove all but one")
-    for condition in config.filters:
-        if not pa.types.is_null(kind := schema.field(condition.column).type):
-            require_comparable(condition, arrow_type_name(kind))
     kind = schema.field(config.text_column).type
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
     # Where all values of a file are null, writers give the column this type. Its rows are skipped, since they have no text.
-    if not pa.types.is_null(kind) and (pa.types.is_list(kind) or arrow_type_name(kind) != "text"):
+    if str(values) not in ("string", "large_string", "string_view", "null"):
         raise UserError(f"{source}: column {config.text_column!r} holds {kind}, not text; set text_column")
+    if config.filters:
+        read_start(file, config)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
     text = paths.index(config.text_column)

@@ -13,19 +13,13 @@ from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
-from biphasic.conversion.output import (
-    CONVERSION_LOG,
-    count_repeated,
-    document_numbers,
-    read_unit_records,
-    require_record,
-)
+from biphasic.conversion.output import read_unit_records, require_record
 from biphasic.conversion.source_files import SourceFile
-from biphasic.conversion.sources import describe_unread, inspect_files
-from biphasic.conversion.work_units import document_numbers_file, unit_record_file
+from biphasic.conversion.sources import describe_unread
+from biphasic.conversion.work_units import unit_record_file
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.packing import mds_columns
-from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.data.streams import CONVERSION_RECORD
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError, first_line
 from biphasic.limits import available_cores
@@ -40,16 +34,15 @@ def verify(output: str, *, sources: bool = True) -> Verification:
     """Read a finished conversion and compare it with its record.
 
     Checks the presence, bytes and hash of every file; the length, segments, padding and ids of each row; the counts of
-    rows, tokens and documents; that no text was converted twice, no document is in the wrong split, and no text
-    contains a mask token; the tokenizer; and with `sources`, that the source files are unchanged and have as many
-    documents as were read. If there are many shards, one process per core reads them. Raises a UserError if there is no
-    finished conversion, it can't be listed, or the temporary folder is full.
+    rows, tokens and documents; that no text was converted twice, and no text contains a mask token; the tokenizer; and
+    with `sources`, that the source files are unchanged. If there are many shards, one process per core reads them. Raises
+    a UserError if there is no finished conversion, or it can't be listed.
     """
     verification = Verification(output)
     verification.check_tokenizer()
     for split in verification.record["splits"]:
         verification.check_split(split)
-    verification.check_documents()
+    verification.check_units()
     if sources:
         verification.check_sources()
     return verification
@@ -67,7 +60,7 @@ class Verification:
                 raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
         self.store = open_store(output)
         with user_errors(f"{output}: can't be listed"):
-            self.sizes = {name: file.bytes for name, file in self.store.list().items()}
+            self.files = set(self.store.list())
 
     def check_tokenizer(self) -> None:
         """Check that the tokenizer is the one that the record names."""
@@ -88,13 +81,14 @@ class Verification:
         except (OSError, ValueError) as error:
             self.faults.append(f"{split}/{INDEX}: can't be read ({first_line(error)})")
             return
+        faults = []
         if hashlib.sha256(content).hexdigest() != expected["index_sha256"]:
-            self.faults.append(f"{split}/{INDEX}: is not the one that the record names (another sha256)")
+            faults.append(f"{INDEX}: is not the one that the record names (another sha256)")
         shards = index["shards"]
         # Streaming unpacks the shards of a local dataset beside the compressed ones.
         listed = {INDEX, *(file["basename"] for shard in shards for file in (shard["raw_data"], shard_file(shard)))}
-        present = {name.removeprefix(f"{split}/") for name in self.sizes if name.startswith(f"{split}/")}
-        self.faults += [f"{split}/{name}: is not in the record" for name in sorted(present - listed)]
+        present = {name.removeprefix(f"{split}/") for name in self.files if name.startswith(f"{split}/")}
+        faults += [f"{name}: is not in the record" for name in sorted(present - listed)]
         row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
         check = partial(_check_shard, join(self.output, split), row_format)
         counts: Counter[str] = Counter()
@@ -103,96 +97,58 @@ class Verification:
             checks = map_shards(check, shards, [shard["raw_data"]["basename"] in present for shard in shards])
             for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
                 counts.update(counted)
-                self.faults += [f"{split}/{fault}"] if fault else []
-        if any(fault.startswith(f"{split}/") for fault in self.faults):
+                faults += [fault] if fault else []
+        self.faults += [f"{split}/{fault}" for fault in faults]
+        if faults:
             self.summary.append(f"{split}: {counts['rows']:,} of {expected['rows']:,} rows were read without fault")
             return
-        config = self.record["config"]
-        tokenizer = self.record["tokenizer"]
+        config, tokenizer = self.record["config"], self.record["tokenizer"]
         counts_eos = not (config["add_bos"] and tokenizer["bos_id"] == tokenizer["eos_id"])
         each_ends_with_eos = config["add_eos"] and config["max_tokens"] is None and counts_eos
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
                 self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")
-        fill = counts["tokens"] / max(counts["rows"] * self.record["sequence_length"], 1)
         self.summary.append(
-            f"{split}: {counts['rows']:,} rows of {self.record['sequence_length']} ({self.record['dtype']}), "
-            f"{counts['tokens']:,} tokens, {100 * fill:.2f}% filled, {expected['documents']:,} documents, "
+            f"{split}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {expected['documents']:,} documents, "
             f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
         )
 
-    def check_documents(self) -> None:
-        """Check that each document is in the split that its id determines, and as many are repeated as the record says."""
-        units, splits = self.record["units"], self.record["splits"]
-        unit_files = [name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))]
-        if missing := [name for name in unit_files if name not in self.sizes]:
+    def check_units(self) -> None:
+        """Check that the record of each work unit is there, and no file or row group is in two of them."""
+        units = self.record["units"]
+        if missing := [name for name in map(unit_record_file, units) if name not in self.files]:
             self.faults.append(f"{missing[0]}: is missing")
             return
-        # A command that was killed after it wrote the record leaves `conversion.started`.
-        listed = {CONVERSION_RECORD, CONVERSION_STARTED, CONVERSION_LOG, *unit_files}
-        folders = ("tokenizer/", *(f"{split}/" for split in splits))
-        unlisted = [name for name in self.sizes if name not in listed and not name.startswith(folders)]
-        self.faults += [f"{name}: is not in the record" for name in unlisted]
-        documents = sum(self.sizes[document_numbers_file(unit)] for unit in units) // 8
-        validation_end = np.uint64(self.record["validation_end"])
-        try:
-            numbers = document_numbers(self.store, units)
-            validation = sum(int(np.searchsorted(sorted_numbers, validation_end)) for sorted_numbers in numbers)
-            repeated = count_repeated(document_numbers(self.store, units))
-        except (OSError, ValueError) as error:
-            self.faults.append(f"documents/: can't be read ({first_line(error)})")
-            return
-        expected = sum(part["documents"] for part in splits.values())
-        expected_validation = splits.get("validation", {"documents": 0})["documents"]
-        if (documents, validation) != (expected, expected_validation):
-            counted = f"{documents:,} documents, {validation:,} for validation"
-            self.faults.append(f"documents/: names {counted}; the record {expected:,} and {expected_validation:,}")
         try:
             records = read_unit_records(self.store)
         except UserError as error:
             self.faults.append(str(error).removeprefix(join(self.output, "")))
-        else:
-            # A source may repeat documents, but no file or row group is in two units.
-            parts = Counter(
-                (file["path"], group)
-                for unit in units
-                for file in records[unit]["files"]
-                for group in (range(*file["row_groups"]) if file["row_groups"] else [None])
-            )
-            if twice := [path for (path, _), count in parts.items() if count > 1]:
-                self.faults.append(f"units/: {twice[0]} was converted twice")
-        stated = self.record["documents"]["repeated"]
-        if repeated != stated:
-            counted = f"{repeated:,} documents have the id of an earlier one"
-            self.faults.append(f"documents/: {counted}, but the record says {stated:,}")
-        elif repeated:
-            self.summary.append(f"documents: {repeated:,} have the id of an earlier one in the source, and are kept")
+            return
+        parts = Counter(
+            (file["path"], group)
+            for unit in units
+            for file in records[unit]["files"]
+            for group in (range(*file["row_groups"]) if file["row_groups"] else [None])
+        )
+        if twice := [path for (path, _), count in parts.items() if count > 1]:
+            self.faults.append(f"units/: {twice[0]} was converted twice")
 
     def check_sources(self) -> None:
-        """Check that the source files are unchanged and have as many documents as were read."""
+        """Check that the source files are unchanged."""
         config = ConvertConfig.model_validate(self.record["config"])
         files = [SourceFile(**file) for file in self.record["source"]["files"]]
         try:
             sources = source_files(config, self.record["source"]["commit"])
-            current = {file.path: file for file in sources.files}
-            changed = [file.path for file in files if current.get(file.path) != file]
-            if changed:
-                state = "has changed since" if changed[0] in current else "is not there any more"
-                self.faults.append(
-                    f"source {changed[0]}: {state}" + (f" ({len(changed)} files)" if changed[1:] else "")
-                )
-                return
-            layouts = inspect_files(files, config)
         except UserError as error:
             self.summary.append(f"sources: not compared ({error})")
             return
-        documents, read = sum(sum(layout.rows) for layout in layouts), self.record["documents"]["read"]
-        limited = config.max_tokens is not None or self.record["source"]["left_out"]
-        comparable = all(layout.rows or layout.fault for layout in layouts) and not limited
-        if comparable and documents != read:
-            self.faults.append(f"sources: hold {documents:,} documents, and {read:,} were read")
-        counted = f" and their {documents:,} documents were all read" if comparable else ""
-        self.summary.append(f"sources: {len(files)} files, unchanged{counted}")
+        current = {file.path: file for file in sources.files}
+        if changed := [file.path for file in files if current.get(file.path) != file]:
+            state = "has changed since" if changed[0] in current else "is not there any more"
+            more = f" ({len(changed)} files)" if changed[1:] else ""
+            self.faults.append(f"source {changed[0]}: {state}{more}")
+            return
+        self.summary.append(f"sources: {len(files)} files, unchanged")
         if sources.unread:
             self.summary.append(f"not read: {describe_unread(sources.unread)}")
 

@@ -1,7 +1,7 @@
 """Divide a conversion into work units, and define the records of finished units.
 
-A work unit is a few small files, or some row groups of a large one. The output holds its shards, `documents/<unit>.u64`
-and, written last, its record `units/<unit>.json`. The unit's name depends only on its files. The record:
+A work unit is a few small files, or some row groups of a large one. The output holds its shards and, written last, its
+record `units/<unit>.json`. The unit's name depends only on its files. The record:
 
     settings        sha256 of what determines the bytes, apart from the files
     files           path, bytes, version and row groups of each file that was read
@@ -122,11 +122,6 @@ def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit
 def unit_record_file(unit: str) -> str:
     """Return the name of a unit's record in the output."""
     return f"units/{unit}.json"
-
-
-def document_numbers_file(unit: str) -> str:
-    """Return the name of the file with the `document_number` of a unit's documents: uint64, little-endian, sorted."""
-    return f"documents/{unit}.u64"
 
 
 def is_valid(record: UnitRecord, unit: WorkUnit, context: ConversionContext) -> bool:

@@ -16,14 +16,8 @@ import numpy as np
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
-from biphasic.conversion.text_checks import TextChecks
-from biphasic.conversion.work_units import (
-    ConversionContext,
-    UnitRecord,
-    WorkUnit,
-    document_numbers_file,
-    unit_record_file,
-)
+from biphasic.conversion.tokenizer_checks import TextChecks
+from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import (
     DocumentPacker,
@@ -106,7 +100,6 @@ class _UnitConversion:
         self.skipped: Counter[str] = Counter()
         self.examples: list[str] = []
         self.damaged: list[str] = []
-        self.numbers: list[int] = []
         self.checks = TextChecks(context.tokenizer)
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
@@ -166,19 +159,16 @@ class _UnitConversion:
 
     def _add(self, document: Document, tokens: Tokens) -> None:
         """Add a document to its split. In `train`, it is cut where the limit is reached."""
-        number = document_number(document.id)
-        split = self.splits["validation" if number < self.context.validation_end else "train"]
+        is_held_out = document_number(document.id) < self.context.validation_end
+        split = self.splits["validation" if is_held_out else "train"]
         if split.name == "train" and self.max_tokens is not None:
             room = self.max_tokens - split.tokens
             tokens, self.stopped = tokens[:room], len(tokens) >= room
         split.add(tokens)
         self.checks.add(document.text, tokens)
-        self.numbers.append(number)
         self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
 
     def _store_record(self, seconds: float, cpu_seconds: float) -> UnitRecord:
-        numbers = np.sort(np.array(self.numbers, dtype="<u8"))
-        self.store.write(document_numbers_file(self.unit.name), numbers.tobytes())
         skipped: dict[str, Any] = {"skipped": dict(sorted(self.skipped.items())), "examples": self.examples}
         record = {
             "settings": self.context.settings,
