@@ -17,7 +17,7 @@ from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import convert
 from biphasic.downstream import overlap
-from biphasic.downstream.overlap import NgramIndex, describe, excerpt, find_overlap, words_of
+from biphasic.downstream.overlap import NgramIndex, Run, describe, find_overlap, words_of
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
@@ -120,7 +120,7 @@ def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     report = json.loads((folder / "report.json").read_text())
     assert printed.startswith(describe(report, 1)) and "| it     | test       |" in printed
-    assert printed.count("consecutive words") == 1 and report["sets"][-1]["found"][0]["training_text"] in printed
+    assert printed.count("consecutive words") == 1 and report["sets"][-1]["found"][0]["passage"] in printed
     rows = dict(read_rows(str(folder / "out/train"), range(1000)))
     assert len(rows) > 3
     from biphasic.data.tokenizer import load_tokenizer
@@ -136,12 +136,10 @@ def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFi
 
 def test_the_report_depends_on_no_number_of_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
-    for cores, characters, matches in ((1, 1 << 22, 1 << 24), (1, 300, 5), (2, 1 << 22, 1 << 24)):
+    for cores in (1, 2):
         monkeypatch.setattr(overlap, "available_cores", lambda cores=cores: cores)
-        monkeypatch.setattr(overlap, "_CHARACTERS_AT_ONCE", characters)
-        monkeypatch.setattr(overlap, "_MATCHES_AT_ONCE", matches)
         reports.append(find_overlap(str(folder / "out"), [str(folder / "tasks/out/it")], 13, str(folder / "cache")))
-    assert reports[0] == reports[1] == reports[2] and reports[0]["sets"][-1]["shared"] == 5
+    assert reports[0] == reports[1] and reports[0]["sets"][-1]["shared"] == 5
 
 
 def test_sources_are_read_by_their_yaml(folder: Path) -> None:
@@ -149,7 +147,7 @@ def test_sources_are_read_by_their_yaml(folder: Path) -> None:
     for data in (folder / "out", folder / "convert.yaml"):
         report = find_overlap(str(data), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
         found.append(report["sets"][-1]["found"])
-    other = {"place": "", "training_text": ""}
+    other = {"place": ""}
     assert [{**example, **other} for example in found[0]] == [{**example, **other} for example in found[1]]
     assert {example["id"]: example["place"] for example in found[1]}["whole"] == (
         f"{folder / 'text.parquet'}, document 4 (id doc3)"
@@ -172,33 +170,6 @@ def test_a_damaged_source_is_read_up_to_its_damage(folder: Path) -> None:
         find_overlap(*given, ["on_bad_file=stop"])
 
 
-def test_excerpts_are_of_the_texts_themselves() -> None:
-    text = " ".join(f"W{at}," for at in range(60))
-    assert excerpt(text, 20, 3) == " ".join(
-        [*(f"W{at}," for at in range(5, 20)), "**W20,", "W21,", "W22,**", *(f"W{at}," for at in range(23, 38))]
-    )
-    assert excerpt("One-two (THREE)\nfour", 1, 2) == "**One-two (THREE)** four"
-    assert excerpt("问题。今天天气很好。结束", 2, 4) == "问题。**今天天气**很好。结束"
-    assert excerpt(" ".join(["w"] * 300), 0, 300) == f"**{' '.join(['w'] * 100)}** […]"
-
-
-def test_both_texts_are_reported(folder: Path) -> None:
-    """Each excerpt has the shared words, and comes from the row or the document that its place names."""
-    training, examples = texts()
-    options = {"--cache": folder / "cache", "--out": folder / "o.json"}
-    arguments = [f"{name}={value}" for name, value in options.items()]
-    assert main(["overlap", str(folder / "convert.yaml"), "--tasks", str(folder / "tasks/out/it"), *arguments]) == 0
-    report = json.loads((folder / "o.json").read_text())
-    found = {example["id"]: example for example in report["sets"][-1]["found"]}
-    words = training[4].split()
-    assert found["part"]["training_text"] == " ".join(
-        [*words[:10], f"**{words[10]}", *words[11:29], f"{words[29]}**", *words[30:45]]
-    )
-    assert found["part"]["place"] == f"{folder / 'text.parquet'}, document 5 (id doc4)"
-    before, after = examples["part"].split()[15:30], examples["part"].split()[50:]
-    assert found["part"]["text"] == " ".join([*before, f"**{words[10]}", *words[11:29], f"{words[29]}**", *after])
-
-
 def test_words() -> None:
     assert words_of("It's “GOOD”—well-known, ﬁne: 3.5€ naïve cafe\u0301") == (
         ["it", "s", "good", "well", "known", "fine", "3", "5", "naïve", "café"]
@@ -213,8 +184,10 @@ def test_hashes_of_different_ngrams_differ() -> None:
     index = NgramIndex([text, text[:50]], 3)
     grams = {tuple(text[at : at + 3]) for at in range(len(text) - 2)}
     assert len(index.hash) == len(grams)
-    numbers, runs = index.find([["x", *text[7:12], "x"], text[100:102]], ["first", "second"])
-    assert len(numbers) == 3 and runs[0] == runs[1] == (5, 7, "first", 1, "")
+    runs = dict[int, Run]()
+    numbers = index.find(["x", *text[7:12], "x"], "first", runs)
+    assert len(index.find(text[100:102], "second", runs)) == 0
+    assert len(numbers) == 3 and runs[0] == runs[1] == (5, 7, "first")
 
 
 def test_retrieval_sets_and_bad_input(folder: Path, toy_retrieval: Path) -> None:
@@ -247,5 +220,6 @@ def toy_retrieval(tmp_path: Path) -> Path:
 
 def test_a_run_is_consecutive_in_both_texts() -> None:
     index = NgramIndex([list("bcdqabc")], 3)
-    numbers, runs = index.find([list("abcd")], ["place"])
-    assert len(numbers) == 2 and runs == {0: (3, 4, "place", 0, "")}
+    runs = dict[int, Run]()
+    numbers = index.find(list("abcd"), "place", runs)
+    assert len(numbers) == 2 and runs == {0: (3, 4, "place")}

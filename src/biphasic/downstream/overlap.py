@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import pickle
-import re
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,22 +27,16 @@ from biphasic.data.mds_reader import INDEX, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.grouping import groups_up_to
 from biphasic.limits import available_cores
 from biphasic.storage import join, open_store, user_errors
 from biphasic.workers.local import parallel_map
 
 COPIED, LONG = 0.8, 50
 """Share of an example's n-grams from which it counts as a copy; number of consecutive words that is counted apart."""
-_CHARACTERS_AT_ONCE, _MATCHES_AT_ONCE = 1 << 22, 1 << 24
 _FACTOR = 0x9E3779B97F4A7C15
 _WITHOUT_SPACES = "฀-໿ က-႟ ក-៿ ぀-ヿ ㇰ-ㇿ 㐀-䶿 一-鿿 𠀀-𿿿"  # Thai, Lao, Burmese, Khmer, Japanese, Chinese
 TEXT_COLUMNS = ("title", "text", "text_pair", "tokens", "question", "context")
 """Columns of tables that have text."""
-_PIECE = re.compile("[{0}]|[^\\s{0}]+".format(_WITHOUT_SPACES.replace(" ", "")))
-"""Parts of a text that are found without splitting words: characters of scripts without spaces, or up to a space."""
-_AROUND, _LONGEST_EXCERPT = 15, 100
-"""Numbers of such parts on each side of a match in an excerpt, and of the matched words that it shows at most."""
 _tokenizer = functools.cache(load_tokenizer)
 
 
@@ -64,35 +56,12 @@ def words_of(text: str) -> list[str]:
     return unicodedata.normalize("NFKC", text).lower().translate(_translation()).split()
 
 
-def excerpt(text: str, first: int, words: int) -> str:
-    """Return the part of a text around consecutive words, which are between `**`; a long match is cut.
-
-    `first` is the index of the first word in `words_of(text)`.
-    """
-    text, shown = unicodedata.normalize("NFKC", text), min(words, _LONGEST_EXCERPT)
-    parts = list(_PIECE.finditer(text))
-    ends = np.cumsum([len(words_of(part[0])) for part in parts])
-    begin, last = np.searchsorted(ends, [first, first + shown - 1], side="right").tolist()
-    start, end = parts[begin].start(), parts[last].end()
-    before, after = (
-        text[parts[max(begin - _AROUND, 0)].start() : start],
-        text[end : parts[min(last + _AROUND, len(parts) - 1)].end()],
-    )
-    cut = " […]" if shown < words else after
-    return " ".join(f"{before}**{text[start:end]}**{cut}".split())
-
-
 class Run(NamedTuple):
-    """Consecutive words of an evaluation text that occur in training text: their number, the first, and the place.
-
-    `at` is the index of the first of them in the training text, and `excerpt` the part of it around them.
-    """
+    """Consecutive words of an evaluation text that occur in training text: their number, the first, and the place."""
 
     words: int
     first: int
     place: str
-    at: int
-    excerpt: str = ""
 
 
 class NgramIndex:
@@ -102,62 +71,49 @@ class NgramIndex:
     text's number) and `at` (the position of its first word).
     """
 
-    def __init__(self, texts: Iterable[list[str]], words: int):
-        self.words, self.vocabulary, parts = words, dict[str, int](), []
-        for number, text in enumerate(texts):
-            # Words of other texts only are 0.
-            self.vocabulary.update((word, xxhash.xxh3_64_intdigest(word.encode()) or 1) for word in text)
-            hashes = self._hashes(text)
-            parts.append((hashes, np.full(len(hashes), number), np.arange(len(hashes))))
-        hashes, text, at = (np.concatenate(part) for part in zip(*parts, strict=True))
+    def __init__(self, texts: list[list[str]], words: int):
+        self.words = words
+        # Words of other texts are 0.
+        known = {word for text in texts for word in text}
+        self._word_hashes = {word: xxhash.xxh3_64_intdigest(word.encode()) or 1 for word in known}
+        by_text = [self._hashes(text) for text in texts]
+        hashes = np.concatenate([np.empty(0, np.uint64), *by_text])
         order = np.argsort(hashes, kind="stable")
-        self.text, self.at = text[order].astype(np.int32), at[order].astype(np.int32)
+        counts = [len(each) for each in by_text]
+        self.text = np.repeat(np.arange(len(texts), dtype=np.int32), counts)[order]
+        self.at = np.concatenate([np.arange(count, dtype=np.int32) for count in [0, *counts]])[order]
         self.hash, starts = np.unique(hashes[order], return_index=True)
         self.starts = np.append(starts, len(order))
-        # A look-up of the first bits is faster than a binary search, and few other n-grams pass it.
-        bits = min(max(20, (8 * len(self.hash)).bit_length()), 28)
-        self._shift, self._prefixes = np.uint64(64 - bits), np.zeros(1 << bits, bool)
-        self._prefixes[self.hash >> self._shift] = True
 
     def _hashes(self, text: list[str]) -> np.ndarray:
         """Return the hash of each n-gram of a list of words, uint64 [words - n + 1]."""
-        ids = np.fromiter(map(self.vocabulary.get, text, itertools.repeat(0)), np.uint64, len(text))
-        count = max(len(ids) - self.words + 1, 0)
-        factors = [np.uint64(pow(_FACTOR, offset, 2**64)) for offset in range(self.words)]
-        return sum((ids[at : at + count] * factor for at, factor in enumerate(factors)), np.zeros(count, np.uint64))
+        of_words = np.array([self._word_hashes.get(word, 0) for word in text], np.uint64)
+        count = max(len(text) - self.words + 1, 0)
+        hashes = np.zeros(count, np.uint64)
+        for offset in range(self.words):
+            hashes += of_words[offset : offset + count] * np.uint64(pow(_FACTOR, offset, 2**64))
+        return hashes
 
-    def find(self, documents: list[list[str]], places: list[str]) -> tuple[np.ndarray, dict[int, Run]]:
-        """Return the numbers of the n-grams that occur in documents, and the longest run of each text, by number.
+    def find(self, document: list[str], place: str, runs: dict[int, Run]) -> np.ndarray:
+        """Return the numbers of the n-grams in a document's words, and add to `runs` each text's longest run, by number.
 
         Of equally long runs, the earliest one counts.
         """
-        hashes = self._hashes([word for document in documents for word in (*document, "")])
-        at = np.flatnonzero(self._prefixes[hashes >> self._shift])
-        numbers = np.searchsorted(self.hash, hashes[at])
-        same = self.hash[np.minimum(numbers, len(self.hash) - 1)] == hashes[at]
-        at, numbers = at[same], numbers[same]
-        counts = self.starts[numbers + 1] - self.starts[numbers]
-        if counts.sum() > _MATCHES_AT_ONCE and len(documents) > 1:
-            half = len(documents) // 2
-            earlier, later = (self.find(documents[part], places[part]) for part in (slice(half), slice(half, None)))
-            return np.union1d(earlier[0], later[0]), _longest(earlier[1], later[1])
-        # Matches of a text and a document, which continue each other if both positions grow by one.
-        match = np.repeat(self.starts[numbers] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        text, first, at = self.text[match], self.at[match].astype(np.int64), np.repeat(at, counts)
-        order = np.lexsort((at, at - first, text))
-        text, first, at = text[order], first[order], at[order]
-        breaks = (np.diff(text) != 0) | (np.diff(at - first) != 0) | (np.diff(at) != 1)
-        begin = np.flatnonzero(np.append(True, breaks)[: len(text)])
-        lengths = np.diff(np.append(begin, len(text))) + self.words - 1
-        longest_first = np.lexsort((at[begin], -lengths))
-        _, chosen = np.unique(text[begin[longest_first]], return_index=True)
-        ends, runs = np.cumsum([len(document) + 1 for document in documents]), {}
-        for run in longest_first[chosen]:
-            position = int(at[begin[run]])
-            number = int(np.searchsorted(ends, position, side="right"))
-            within = position - int(ends[number]) + len(documents[number]) + 1
-            runs[int(text[begin[run]])] = Run(int(lengths[run]), int(first[begin[run]]), places[number], within)
-        return np.unique(numbers), runs
+        hashes = self._hashes(document)
+        numbers = np.searchsorted(self.hash, hashes)
+        positions = np.flatnonzero(self.hash[np.minimum(numbers, len(self.hash) - 1)] == hashes)
+        # A run's n-grams follow each other in the text and in the document, so the difference of their positions is one.
+        unfinished = dict[tuple[int, int], tuple[int, int]]()
+        for position in positions.tolist():
+            for occurrence in range(self.starts[numbers[position]], self.starts[numbers[position] + 1]):
+                text, at = int(self.text[occurrence]), int(self.at[occurrence])
+                begin, end = unfinished.get((text, position - at), (at, at))
+                begin = begin if end == at else at
+                unfinished[text, position - at] = begin, at + 1
+                words = at - begin + self.words
+                if text not in runs or words > runs[text].words:
+                    runs[text] = Run(words, begin, place)
+        return numbers[positions]
 
 
 def find_overlap(data: str, tasks: list[str], words: int, cache: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -182,14 +138,33 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str, overrides:
         file = Path(folder) / "index"
         file.write_bytes(pickle.dumps(index))
         results = map_parts(functools.partial(_search_part, str(file)), parts)
-        with tqdm(results, "searching", len(parts), unit="file", delay=3) as bar:
-            for in_part, longest, count in bar:
-                found[in_part] = True
-                runs, read = _longest(runs, longest), read + count
-                bar.set_postfix_str(f"{read / max(bar.format_dict['elapsed'], 1e-9):,.0f} words/s", refresh=False)
+        for in_part, longest, count in tqdm(results, "searching", len(parts), unit="file", delay=3):
+            found[in_part] = True
+            read += count
+            for text, run in longest.items():
+                if text not in runs or run.words > runs[text].words:
+                    runs[text] = run
     total = np.bincount(index.text, minlength=len(texts))
     shared = np.bincount(index.text[np.repeat(found, np.diff(index.starts))], minlength=len(texts))
-    sets = [_summary(*split, words, list(numbers), total, shared, runs) for split in splits]
+    sets = []
+    for task, table, examples in splits:
+        flagged = [_flagged(*example, texts, total, shared, runs) for example in examples]
+        flagged = sorted((example for example in flagged if example), key=lambda example: -example["run"])
+        shortest = sum(not total[[*columns.values()]].sum() for _, columns in examples)
+        sets.append(
+            {
+                "task": task,
+                "split": table,
+                "examples": len(examples),
+                f"under {words} words": shortest,
+                "shared": len(flagged),
+                "share": len(flagged) / len(examples),
+                f"run of {LONG}": sum(example["run"] >= LONG for example in flagged),
+                f"copied {COPIED:.0%}": sum(example["share"] >= COPIED for example in flagged),
+                "longest run": flagged[0]["run"] if flagged else 0,
+                "found": flagged,
+            }
+        )
     return {"data": data, "words": words, "read": read, "sets": sets}
 
 
@@ -199,39 +174,33 @@ def describe(report: dict[str, Any], examples: int) -> str:
     shown = [(row, example) for row in rows for example in row.pop("found")[:examples]]
     lines = [
         f"\n{row['task']} {row['split']}, {example['id']}, {example['column']}: {example['run']} consecutive words, "
-        f"{example['share']:.0%} of its {report['words']}-grams; {example['place']}\n"
-        f"    evaluation: {example['text']}\n    training:   {example['training_text']}"
+        f"{example['share']:.0%} of its {report['words']}-grams; {example['place']}\n    {example['passage']}"
         for row, example in shown
     ]
     return "\n".join([tabulate(rows, "keys", "pipe", intfmt=","), *lines])
 
 
-def _summary(
-    task: str, table: str, examples: list[tuple[str, dict[str, int]]], words: int, texts: list[str],
-    total: np.ndarray, shared: np.ndarray, runs: dict[int, Run],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the counts of a split and, as `found`, its examples with a shared n-gram, longest runs first."""
-    found = []
-    for id, columns in examples:
-        if matches := [(runs[number], column, number) for column, number in columns.items() if number in runs]:
-            run, column, number = max(matches, key=lambda match: match[0].words)
-            share, in_texts = total[[*columns.values()]].sum(), shared[[*columns.values()]].sum()
-            passage = " ".join(words_of(texts[number])[run.first : run.first + run.words])
-            found.append({"id": id, "share": float(in_texts / share), "run": run.words, "column": column,
-                          "passage": passage, "text": excerpt(texts[number], run.first, run.words),
-                          "place": run.place, "training_text": run.excerpt})  # fmt: skip
-    found.sort(key=lambda example: -example["run"])
+def _flagged(
+    id: str,
+    columns: dict[str, int],
+    texts: list[list[str]],
+    total: np.ndarray,
+    shared: np.ndarray,
+    runs: dict[int, Run],
+) -> dict[str, Any] | None:
+    """Return what an example, whose texts have the numbers `columns`, shares with training text; None if nothing."""
+    matches = {column: runs[number] for column, number in columns.items() if number in runs}
+    if not matches:
+        return None
+    column = max(matches, key=lambda column: matches[column].words)
+    run, numbers = matches[column], [*columns.values()]
     return {
-        "task": task,
-        "split": table,
-        "examples": len(examples),
-        f"under {words} words": sum(not total[[*columns.values()]].sum() for _, columns in examples),
-        "shared": len(found),
-        "share": len(found) / len(examples),
-        f"run of {LONG}": sum(example["run"] >= LONG for example in found),
-        f"copied {COPIED:.0%}": sum(example["share"] >= COPIED for example in found),
-        "longest run": max((example["run"] for example in found), default=0),
-        "found": found,
+        "id": id,
+        "share": float(shared[numbers].sum() / total[numbers].sum()),
+        "run": run.words,
+        "column": column,
+        "passage": " ".join(texts[columns[column]][run.first : run.first + run.words]),
+        "place": run.place,
     }
 
 
@@ -241,24 +210,14 @@ def _load_index(file: str) -> NgramIndex:
 
 
 def _search_part(file: str, part: tuple[Any, ...]) -> tuple[np.ndarray, dict[int, Run], int]:
-    """Return what `NgramIndex.find` returns, for a part of the training text, and its number of words."""
-    index, found, runs, count = _load_index(file), [np.empty(0, np.int64)], dict[int, Run](), 0
-    for group in groups_up_to(_CHARACTERS_AT_ONCE, _documents(*part), lambda document: len(document[0])):
-        documents = [words_of(text) for text, _ in group]
-        numbers, longest = index.find(documents, [place for _, place in group])
-        found.append(numbers)
-        by_place = {place: text for text, place in group}
-        for text, run in longest.items():
-            if text not in runs or run.words > runs[text].words:
-                runs[text] = run._replace(excerpt=excerpt(by_place[run.place], run.at, run.words))
-        count += sum(map(len, documents))
-    return np.unique(np.concatenate(found)), runs, count
-
-
-def _longest(runs: dict[int, Run], later: dict[int, Run]) -> dict[int, Run]:
-    """Add later runs to `runs`, and return it; of equally long runs of a text, the earlier one is kept."""
-    runs.update((text, run) for text, run in later.items() if text not in runs or run.words > runs[text].words)
-    return runs
+    """Return the numbers of the n-grams in a part of the training text, each text's longest run, and the words read."""
+    index, runs, count = _load_index(file), dict[int, Run](), 0
+    found = np.zeros(len(index.hash), bool)
+    for text, place in _documents(*part):
+        words = words_of(text)
+        found[index.find(words, place, runs)] = True
+        count += len(words)
+    return np.flatnonzero(found), runs, count
 
 
 def _parts(data: str, overrides: Sequence[str]) -> list[tuple[Any, ...]]:
