@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from biphasic.config.tasks import DatasetConfig
-from biphasic.downstream.prepare import plan_tasks
+from biphasic.downstream.prepare import prepare_task
 from biphasic.downstream.tables import open_table
 from biphasic.errors import UserError
-from helpers.downstream_sets import one_task, planned_and_prepared, rows_of
+from helpers.downstream_sets import one_task, rows_of
 
 
 def read(folder: Path, text: str, **source: Any) -> list[tuple[list[str], list[str]]]:
@@ -20,7 +20,7 @@ def read(folder: Path, text: str, **source: Any) -> list[tuple[list[str], list[s
     (folder / "a.conll").write_text(text)
     task = {"kind": "tokens", "labels_column": "labels", "splits": {"test": "a"}}
     config = one_task(folder, {**task, "source": {"files": {"a": [str(folder / "a.conll")]}, **source}})
-    names = planned_and_prepared(config)["label_names"]
+    names = prepare_task("it", config)["label_names"]
     rows = rows_of(folder / "out" / "it", "test")
     return [(row["tokens"], [names[number] for number in row["labels"]]) for row in rows]
 
@@ -73,17 +73,6 @@ def test_names_decide(tmp_path: Path) -> None:
 def test_columns_that_are_refused(tmp_path: Path, text: str, source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(tmp_path, text, **source)
-
-
-def test_the_plan_shows_the_columns_with_three_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.conll").write_text("1\tAnn\tB-PER\t-\n2\tleft\tO\t-\n3\tParis\tB-LOC\t-\n4\tLyon\tB-LOC\t-\n")
-    task = {"kind": "tokens", "labels_column": "labels", "splits": {"test": "a"}}
-    path = str(tmp_path / "a.conll")
-    lines = plan_tasks(one_task(tmp_path, {**task, "source": {"files": {"a": [path]}}}), ["it"]).lines
-    assert lines["it columns"] == (
-        f"{path}: number, token, label, unused, between tabs: 1 Ann B-PER - | 2 left O - | 3 Paris B-LOC -"
-    )
-    assert lines["it labels"] == "3, O, B-LOC, B-PER"
 
 
 def test_words_alone_can_be_predicted(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from biphasic.downstream.labels import TagScheme
-from biphasic.downstream.prepare import check_data, describe_record, prepare_task
+from biphasic.downstream.prepare import describe_record, prepare_task
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 
@@ -59,19 +59,17 @@ def prepared(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) ->
     """The record and the rows of a task with one file."""
     task = {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
     config = one_task(tmp_path, task)
-    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     return record, rows_of(tmp_path / "out" / "it", "test")
 
 
 def refused(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> str:
-    """The message about a task with one file, which its plan says too."""
+    """The message about a task with one file."""
     config = one_task(
         tmp_path, {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
     )
     with pytest.raises(UserError) as error:
         prepare_task("it", config)
-    assert check_data("it", config)[0] == str(error.value)
     return str(error.value)
 
 
@@ -209,9 +207,11 @@ def test_tsv_is_not_quoted(tmp_path: Path) -> None:
     path.write_text("".join(f"{text}\t{label}\n" for text, label in [("sentence", "label"), *GLUE]))
     _, rows = prepared(tmp_path, TEXT, path)
     assert [(row["text"], row["label"]) for row in rows] == GLUE
-    message = refused(tmp_path / "quoted", TEXT, path, quoting="standard")
-    assert message.startswith(f"{path}:3: a quotation mark in this line or after it is not closed (")
-    assert message.endswith("; set quoting: none to read quotation marks as text")
+    quoted = path.rename(tmp_path / "train.csv")
+    quoted.write_text('sentence,label\na,1\n"b,0\n')
+    message = refused(tmp_path / "quoted", TEXT, quoted)
+    assert message.startswith(f"{quoted}:3: a quotation mark in this line or after it is not closed (")
+    assert message.endswith("; quotation marks are text in a .tsv file")
 
 
 def test_csv_is_quoted(tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_csv_is_quoted(tmp_path: Path) -> None:
     _, rows = prepared(tmp_path, TEXT, path)
     assert [row["text"] for row in rows] == ['one, "two"\nthree', "four"]
     path.write_text('sentence,label\none, two,1\n"four",0\n')
-    assert refused(tmp_path / "wide", TEXT, path).startswith(f"{path}:2: has 3 fields; expected 2, as before; ")
+    assert refused(tmp_path / "wide", TEXT, path).startswith(f"{path}:2: has 3 fields; expected 2, as before")
     path.write_text('sentence,label\nfour\n"four",0\n')
-    assert refused(tmp_path / "narrow", TEXT, path).startswith(f"{path}:2: has 1 fields; expected 2, as before; ")
+    assert refused(tmp_path / "narrow", TEXT, path).startswith(f"{path}:2: has 1 fields; expected 2, as before")
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
@@ -245,12 +245,9 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
         prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
-@pytest.mark.parametrize(
-    ("source", "key"), [({"columns": ["a"]}, "columns"), ({"quoting": "none"}, "quoting")], ids=["columns", "quoting"]
-)
-def test_keys_of_tables_have_no_effect_elsewhere(tmp_path: Path, source: dict[str, Any], key: str) -> None:
+def test_columns_have_no_effect_elsewhere(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": 0}])
-    assert f"{key} has no effect on files of this kind" in refused(tmp_path, TEXT, Path(path), **source)
+    assert "columns has no effect on files of this kind" in refused(tmp_path, TEXT, Path(path), columns=["a"])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "list", "csv", "tsv", "parquet"])
@@ -283,7 +280,6 @@ def test_texts_in_a_folder_of_json_are_unchanged(tmp_path: Path, suffix: str) ->
     for name, files in (("all", None), ("one", {"test": [f"te*.{suffix}"]})):
         task = {**TEXT, "source": {"path": str(tmp_path / "set"), "files": files}, "splits": {"test": "test"}}
         config = one_task(tmp_path / name, task)
-        assert check_data("it", config)[0] is None
         prepare_task("it", config)
         read = rows_of(tmp_path / name / "out" / "it", "test")
         assert [(row["text"], row["label"]) for row in read] == [("2020-01-01", 0), ("2020-01-02", 1)]
@@ -361,7 +357,6 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:5])).save_to_disk(tmp_path / "saved")
     task = {**TEXT, "source": {"path": str(tmp_path / "saved")}, "splits": {"train": "train", "test": "test"}}
     config = one_task(tmp_path, task)
-    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     assert record["rows"] == {"validation": 2, "train": 38, "test": 5}
     assert record["warnings"][-1].endswith("of test also occurs in train: scores don't measure generalization")
@@ -388,7 +383,6 @@ def write_beir(folder: Path) -> dict[str, Any]:
 def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
     """A query without a judgment is usually one of another split."""
     config = one_task(tmp_path, write_beir(tmp_path / "beir"))
-    assert check_data("it", config)[0] is None
     record = prepare_task("it", config)
     assert record["rows"] == {"queries": 2, "corpus": 4, "qrels/test": 2}
     assert record["left_out"] == {}
@@ -401,18 +395,3 @@ def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
     assert (
         "; not used: 1 of queries (no document is relevant to it), 2 of queries (no judgment in these splits), " in line
     )
-
-
-def test_a_plan_applies_the_run_s_rule_to_all_rows_of_a_small_table(tmp_path: Path) -> None:
-    """Of a larger one, it reads the first 10,000 and refuses if most of them are invalid."""
-    rows = [{"sentence": "t", "label": "positive"}] * 199 + [{"sentence": "t", "label": "good"}]
-    path = jsonl(tmp_path / "rows.jsonl", rows)
-    task = {**TEXT, "source": {"files": {"all": [path]}}, "splits": {"test": "all"}}
-    fault = "the label 'good' is not one of negative, positive, nor an index from 0 to 1"
-    assert refused(tmp_path, TEXT, Path(path)) == (
-        f"it: test: 1 of 200 rows can't be used, and max_invalid_share allows 0.10%; the first: {path}, row 200: {fault}"
-    )
-    jsonl(Path(path), rows * 60)
-    assert check_data("it", one_task(tmp_path, task))[0] is None
-    jsonl(Path(path), [rows[-1]] * 12_000)
-    assert "test: 10,000 of 10,000 rows can't be used" in str(check_data("it", one_task(tmp_path, task))[0])

@@ -15,7 +15,7 @@ from seqeval.metrics import f1_score
 from biphasic.downstream.labels import TagScheme
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError
-from helpers.downstream_sets import jsonl, one_task, planned_and_prepared, rows_of
+from helpers.downstream_sets import jsonl, one_task, rows_of
 
 
 def write(path: Path, labels: list[Any], name: str = "label") -> str:
@@ -37,7 +37,7 @@ def classified(folder: Path, files: dict[str, str], **keys: Any) -> tuple[Any, l
     task["splits"].setdefault("validation", next(iter(files)))
     task["source"] = {"files": {name: [file] for name, file in files.items()}}
     config = one_task(folder, task)
-    record = planned_and_prepared(config)
+    record = prepare_task("it", config)
     rows = rows_of(folder / "out" / "it", next(iter(files)))
     return record, record["label_names"], [row["label"] for row in rows]
 
@@ -90,14 +90,14 @@ def test_a_label_is_the_same_in_every_kind_of_file(
         (["a", "b"], ["1", "1.0"], "label_names: 1 and 1.0 are the same label"),
     ],
 )
-def test_plan_and_run_refuse_the_same_labels(
+def test_values_that_are_no_labels_are_refused(
     tmp_path: Path, kind: str, labels: list[Any], names: list[str] | None, message: str
 ) -> None:
     task: dict[str, Any] = {"kind": "classification", "text_column": "text", "splits": {"test": "a"}}
     task |= {"label_names": names, "source": {"files": {"a": [write(tmp_path / f"a{kind}", labels)]}}}
     config = one_task(tmp_path, task)
     with pytest.raises(UserError, match=message):
-        planned_and_prepared(config)
+        prepare_task("it", config)
 
 
 def test_names_come_from_all_splits_and_those_without_training_are_told(tmp_path: Path) -> None:
@@ -107,16 +107,12 @@ def test_names_come_from_all_splits_and_those_without_training_are_told(tmp_path
     assert "1 of 3 labels are not in train: c" in record["warnings"]
 
 
-def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x", "label": "a", "text": "y"}\n')
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     twice = tmp_path / "a.csv"
     twice.write_text("text,other,other,label,text\nx,1,2,a,y\n")
-    for file, message in ((path, "the key 'text' occurs twice"), (twice, "two columns are named 'text'")):
-        task = {"kind": "classification", "text_column": "text", "source": {"files": {"a": [str(file)]}}}
-        config = one_task(tmp_path, {**task, "splits": {"test": "a"}})
-        with pytest.raises(UserError, match=message):
-            planned_and_prepared(config)
+    task = {"kind": "classification", "text_column": "text", "source": {"files": {"a": [str(twice)]}}}
+    with pytest.raises(UserError, match="two columns are named 'text'"):
+        prepare_task("it", one_task(tmp_path, {**task, "splits": {"test": "a"}}))
     twice.write_text("text,other,other,label\nx,1,2,a\n")  # a column that isn't used
     classified(tmp_path / "unused", {"test": str(twice)})
 
@@ -137,7 +133,7 @@ def tagged(
         jsonl(path, rows)
     task = {"kind": "tokens", "labels_column": "labels", "source": {"files": {"a": [str(path)]}}, **keys}
     config = one_task(folder, {**task, "splits": {"test": "a"}})
-    names = planned_and_prepared(config)["label_names"]
+    names = prepare_task("it", config)["label_names"]
     return names, [[names[number] for number in row["labels"]] for row in rows_of(folder / "out" / "it", "test")]
 
 
@@ -193,7 +189,7 @@ def test_label_values_of_words_that_are_none(tmp_path: Path, value: Any) -> None
     task = {"kind": "tokens", "labels_column": "labels", "label_names": names, "splits": {"test": "a"}}
     config = one_task(tmp_path, {**task, "source": {"files": {"a": [jsonl(tmp_path / "a.jsonl", rows)]}}})
     with pytest.raises(UserError, match=r"row 1: (the label|a label of labels_column 'labels' is empty)"):
-        planned_and_prepared(config)
+        prepare_task("it", config)
 
 
 def test_f1_of_io_labels_is_that_of_runs() -> None:
@@ -206,7 +202,7 @@ def test_f1_of_io_labels_is_that_of_runs() -> None:
 def multi(folder: Path, file: str, **keys: Any) -> tuple[list[str], list[list[int]]]:
     task = {"kind": "multi_label", "text_column": "text", "source": {"files": {"a": [file]}}, "splits": {"test": "a"}}
     config = one_task(folder, {**task, **keys})
-    record = planned_and_prepared(config)
+    record = prepare_task("it", config)
     return record["label_names"], [row["labels"] for row in rows_of(folder / "out" / "it", "test")]
 
 

@@ -215,7 +215,7 @@ def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path:
     assert planned.returncode == 2, planned.stderr
     sst2, qqp, problem = planned.stdout.splitlines()[1:]
     assert "finished already" in sst2 and "finished already" not in qqp
-    assert problem.startswith(f"  PROBLEM        qqp: {tmp_path / 'nothing'}") and "there is no such folder" in problem
+    assert problem.startswith(f"  PROBLEM        qqp: {tmp_path / 'nothing'}: there is no such file or folder")
     made = run([str(YAML), "qqp", *overrides, "tasks.qqp.source.path=data/nothing-yet", "--plan"])
     assert made.returncode == 0 and "  MISSING        qqp: data/nothing-yet: there is no such file" in made.stdout, (
         made.stderr

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from biphasic.config.tasks import TasksConfig
-from biphasic.downstream.prepare import check_data, prepare_task
-from biphasic.errors import UserError
 
 TEXT, NUMBER = Value("string"), Value("int32")
 ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(NUMBER)}
@@ -160,13 +157,3 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """The rows of a prepared table."""
     return pq.read_table(folder / f"{name}.parquet").to_pylist()
-
-
-def planned_and_prepared(config: TasksConfig) -> dict[str, Any]:
-    """The record of the task `it`, whose plan agrees with its run. Raises the error of both."""
-    if (problem := check_data("it", config)[0]) is None:
-        return prepare_task("it", config)
-    with pytest.raises(UserError) as error:
-        prepare_task("it", config)
-    assert str(error.value) == problem
-    raise error.value

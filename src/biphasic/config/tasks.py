@@ -39,9 +39,6 @@ class DatasetConfig(Section):
     columns: Names | None = None
     """Names of the columns of `.csv` and `.tsv` files without a header, or of `.conll` files. Default: the first row of a
     table; `tokens` and `labels` in a `.conll` file."""
-    quoting: Literal["none", "standard"] | None = None
-    """Whether the fields of `.csv` and `.tsv` files may be in quotation marks, and so contain separators and ends of lines.
-    Default: `standard` for `.csv`, `none` for `.tsv`, as GLUE's files are."""
 
     @field_validator("files", mode="before")
     @classmethod
@@ -244,7 +241,7 @@ class TasksConfig(JobConfig):
                     )
                 else:
                     message = "has no effect with `path`; expected local `files` alone"
-                    yield from dataset.require_defaults(("columns", "quoting"), key, [f"{key}.path"], message)
+                    yield from dataset.require_defaults(("columns",), key, [f"{key}.path"], message)
                 for split in splits:
                     if dataset.files is not None and split not in dataset.files:
                         given = ", ".join(dataset.files)

@@ -1,13 +1,16 @@
-"""Read CSV and TSV files, and SQuAD's own form: .json with {"data": [{"paragraphs": [{"context": …, "qas": […]}]}]}."""
+"""Read CSV and TSV files, SQuAD's own JSON, and files with a word and its label in each line, as in CoNLL-2003 and UNER."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from biphasic.errors import UserError
@@ -26,26 +29,6 @@ def open_text(file: str) -> io.TextIOBase:
     return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
 
 
-def parse_json(text: str) -> Any:
-    """Return the content of JSON text; a ValueError also if an object has a key twice, of which others use the last."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            raise RepeatedNameError(f"the key {_repeated(name for name, _ in pairs)!r} occurs twice in an object")
-        return content
-
-    return json.loads(text, object_pairs_hook=unique)
-
-
-class RepeatedNameError(ValueError):
-    """Two values of a row have the same name."""
-
-
-def _repeated(names: Iterable[str]) -> str | None:
-    return next((name for name, count in Counter(names).items() if count > 1), None)
-
-
 def json_rows(file: str) -> list[dict[str, Any]] | None:
     """Return the questions of a file in SQuAD's own format, or the rows of a list; None for lines of JSON.
 
@@ -54,9 +37,7 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
     """
     try:
         with open_text(file) as text:
-            content = parse_json(text.read())
-    except RepeatedNameError as error:
-        raise UserError(f"{file}: {error}") from None
+            content = json.load(text)
     except ValueError:  # lines of JSON
         return None
     if isinstance(content, list):
@@ -78,12 +59,12 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
 
 
 def table_rows(
-    file: str, separator: str, quoted: bool, columns: Sequence[str] | None, used: Sequence[str]
+    file: str, separator: str, columns: Sequence[str] | None, used: Sequence[str]
 ) -> Iterator[dict[str, str | None]]:
     """Yield the rows of a CSV or TSV file. Values are texts; an empty field is None.
 
-    `columns` names the columns of a file without a header. Other readers silently merge the rows up to the next quotation
-    mark, and fill short rows with nulls.
+    Fields of a CSV file may be in quotation marks; those of a TSV file are read as they are. `columns` names the columns of
+    a file without a header. Other readers silently merge the rows up to the next quotation mark, and fill short rows.
 
     Raises:
         UserError: a row is shorter or longer than the first one, a quotation mark is not closed, or two columns have the
@@ -91,20 +72,132 @@ def table_rows(
         UnicodeDecodeError: the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
-    start, advice = 1, "none to read quotation marks as text" if quoted else "standard if fields are quoted"
+    start, quoting = 1, csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     with open_text(file) as lines:
-        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
             for row in rows:
                 if row and len(row) != len(columns or row):
-                    problem = f"has {len(row)} fields; expected {len(columns or row)}, as before"
-                    raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}")
+                    raise UserError(f"{file}:{start}: has {len(row)} fields; expected {len(columns or row)}, as before")
                 if row and columns:
                     yield {name: value or None for name, value in zip(columns, row, strict=True)}
-                if columns is None and row and (name := _repeated(each for each in row if each in used)) is not None:
-                    raise UserError(f"{file}: two columns are named {name!r}: expected one; rename the other")
+                if columns is None and (repeated := [name for name in used if row.count(name) > 1]):
+                    problem = f"two columns are named {repeated[0]!r}: expected one; rename the other"
+                    raise UserError(f"{file}: {problem}")
                 columns, start = columns or row, rows.line_num + 1
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"
-            raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}") from None
+            raise UserError(f"{file}:{start}: {problem}; quotation marks are text in a .tsv file") from None
+
+
+COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
+EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
+_DECIDING_LINES = 10_000
+_NUMBER = re.compile(r"\d+([-.]\d+)?", re.ASCII)
+"""A word's number, or in CoNLL-U a range of words (`1-2`) or an empty word (`1.1`)."""
+_TAGGED = re.compile(r"O|[BIESULMW][-_].+|.+[-_][BIESULMW]")
+
+
+@dataclass(frozen=True)
+class _ColumnLayout:
+    """What the columns of a file are. Columns count from 0."""
+
+    tabs: bool
+    """Whether tabs separate the fields, or else spaces."""
+    width: int
+    number: int | None
+    """The column with the words' numbers."""
+    tokens: int
+    labels: int | None
+    known_labels: frozenset[str]
+
+    def fields(self, line: str) -> list[str]:
+        """Return a line's fields. Other spaces, such as a no-break space, are part of a word."""
+        line = line.rstrip("\r\n")
+        return line.split("\t") if self.tabs else re.split(r"[ \t]+", line.strip(" \t"))
+
+    def is_comment(self, line: str) -> bool:
+        """Return whether a line that begins with `#` is a comment, and not the word `#` or one like `#tag`."""
+        fields = self.fields(line)
+        if not line.startswith("#") or self.number is not None or len(fields) != self.width:
+            return line.startswith("#")
+        label = "O" if self.labels is None else fields[self.labels]
+        return label not in self.known_labels and not _TAGGED.fullmatch(label)
+
+
+def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> _ColumnLayout:
+    with open_text(file) as text:
+        lines = [line for line in itertools.islice(text, _DECIDING_LINES) if _is_row(line)]
+    rows = [line for line in lines if not line.startswith("#")] or lines
+    tabs = bool(rows) and "\t" in rows[0]
+    split = _ColumnLayout(tabs, 0, None, 0, None, frozenset()).fields
+    counts = Counter(len(split(line)) for line in rows)
+    width = counts.most_common(1)[0][0] if counts else 1
+    fields = [row for row in map(split, rows) if len(row) == width]
+    values = [{row[column] for row in fields} for column in range(width)]
+    numeric = [all(map(_NUMBER.fullmatch, column)) for column in values]
+    if names is not None and len(names) != width and fields:
+        raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
+    tokens = 0 if names is None or columns[0] not in names else names.index(columns[0])
+    if names is None and width > 1 and numeric[0]:
+        tokens = 1
+    labels = None
+    if names is not None:
+        labels = names.index(columns[1]) if len(columns) > 1 and columns[1] in names else None
+    elif tokens + 1 < width:
+        tagged = [column for column in range(tokens + 1, width) if "O" in values[column]]
+        labels = (tagged or [width - 1])[0 if tokens else -1]
+    if fields and names is None and labels is None and len(columns) > 1:
+        words = "the first of which numbers the words" if tokens else "so there are no labels"
+        raise UserError(f"{file}: has {width} column{'s' * (width > 1)}, {words}; expected {EXAMPLE}")
+    if fields and numeric[tokens]:
+        numbers = ", ".join(row[tokens] for row in fields[:3])
+        problem = f"the tokens, column {tokens + 1} of {width}, are all numbers ({numbers})"
+        raise UserError(f"{file}: {problem}; source.columns names the columns, such as [number, tokens, labels]")
+    number = 0 if tokens and numeric[0] else None
+    known = frozenset() if labels is None else frozenset(values[labels])
+    return _ColumnLayout(tabs, width, number, tokens, labels, known)
+
+
+def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> Iterator[dict[str, list[str]]]:
+    """Yield a file's sentences, as a list for each column. Comments and CoNLL-U's ranges of words are left out.
+
+    Without `names` of all columns, they are `tokens` and `labels`: the token is the first column, and the label the last
+    one with labels; if the first column numbers the words, as in UNER, the token is the second, and the label the first
+    one with labels. This is decided once, from the file's first 10,000 lines. `columns` are the names of the tokens' column
+    and, if labels are needed, of theirs.
+
+    Raises:
+        UserError: there are no labels but they are needed, the tokens are all numbers, or a line has another number of
+            fields than most.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    layout = _read_layout(file, names, columns)
+    sentence: list[list[str]] = []
+    with open_text(file) as lines:
+        for place, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
+            if not line.strip():
+                if sentence:
+                    yield _sentence(sentence, names, layout)
+                sentence = []
+                continue
+            if not _is_row(line) or layout.is_comment(line):
+                continue
+            fields = layout.fields(line)
+            if len(fields) != layout.width:
+                expected = f"expected {layout.width} columns, as in the other lines"
+                raise UserError(f"{file}:{place}: has {len(fields)} columns; {expected}: {EXAMPLE}")
+            if layout.number is None or fields[layout.number].isdecimal():
+                sentence.append(fields)
+
+
+def _is_row(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith("-DOCSTART-")
+
+
+def _sentence(lines: list[list[str]], names: Sequence[str] | None, layout: _ColumnLayout) -> dict[str, list[str]]:
+    columns = [list(column) for column in zip(*lines, strict=True)]
+    if names is not None:
+        return dict(zip(names, columns, strict=True))
+    labels = {} if layout.labels is None else {"labels": columns[layout.labels]}
+    return {"tokens": columns[layout.tokens], **labels}

@@ -10,8 +10,6 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from biphasic.config.plan import JobPlan
@@ -19,7 +17,7 @@ from biphasic.config.tasks import RetrievalSet, TasksConfig, source_datasets
 from biphasic.downstream.beir import write_retrieval
 from biphasic.downstream.supervised import SUPERVISED_WRITERS
 from biphasic.downstream.tables import file_patterns
-from biphasic.downstream.writer import STARTED, TASK_RECORD, FirstRows, TaskWriter
+from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
 from biphasic.storage import glob_pattern, join, json_bytes, open_store, user_errors
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
@@ -38,7 +36,10 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
         writer = TaskWriter(name, config)
         try:
             writer.store.remove(file for file in writer.store.list() if file.endswith(".parquet"))
-            WRITERS[task.kind](writer, task)
+            if isinstance(task, RetrievalSet):
+                write_retrieval(writer, task)
+            else:
+                SUPERVISED_WRITERS[task.kind](writer, task)
             about = {"task": name, **task.model_dump(include={"kind", "license", "homepage"})}
             names = {"label_names": writer.label_names, "notes": writer.notes}
             record = {**about, **names, **writer.record, "settings": _settings(config, name)}
@@ -90,9 +91,6 @@ def _settings(config: TasksConfig, name: str) -> dict[str, Any]:
     return {**config.tasks[name].model_dump(mode="json"), **shared}
 
 
-WRITERS: dict[str, Callable[[Any, Any], None]] = {**SUPERVISED_WRITERS, "retrieval": write_retrieval}
-
-
 def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
     """Return the named tasks, or all tasks if none is named; a UserError for a task that is not in the YAML."""
     if unknown := [name for name in names if name not in config.tasks]:
@@ -101,7 +99,7 @@ def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
 
 
 def plan_tasks(config: TasksConfig, names: list[str]) -> JobPlan:
-    """Return the plan. The first 10,000 rows of local tables are read. Datasets on the hub are not looked up."""
+    """Return the plan: sources, splits and licences, and which local files are missing. No data is read."""
     job_plan = JobPlan(config.output, f"{config.job}, {len(names)} task{'s' * (len(names) > 1)}")
     for name in names:
         task = config.tasks[name]
@@ -111,25 +109,17 @@ def plan_tasks(config: TasksConfig, names: list[str]) -> JobPlan:
             splits = list(task.splits)
             if "train" in splits and "validation" not in splits:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
-        paths, sources = [], {}
+        sources, done = dict[str, None](), finished_record(name, config) is not None
         for _, dataset, _ in source_datasets("", task):
-            read = [dataset.path] if dataset.path else file_patterns(dataset)
-            paths += read
-            sources[" ".join(filter(None, [", ".join(read), dataset.name, dataset.revision]))] = True
-        made = [path for path in paths if is_made_by_jobs(path)]
-        missing = [path for path in made if not glob.glob(glob_pattern(os.path.expanduser(path)), recursive=True)]
-        done = finished_record(name, config) is not None
+            paths = [dataset.path] if dataset.path else file_patterns(dataset)
+            sources[" ".join(filter(None, [", ".join(paths), dataset.name, dataset.revision]))] = None
+            for path in paths if not done else ():
+                is_local = dataset.path is None or is_local_path(path) or is_made_by_jobs(path)
+                if is_local and not glob.glob(glob_pattern(os.path.expanduser(path)), recursive=True):
+                    messages = job_plan.missing if is_made_by_jobs(path) else job_plan.problems
+                    messages.append(f"{name}: {path}: there is no such file or folder")
         state = f"{', finished already' if done else ''} [{task.license}]"
         job_plan.lines[name] = f"{task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}"
-        if done:
-            continue
-        job_plan.missing += [f"{name}: {path}: there is no such file or folder" for path in missing]
-        problem, notes = (None, []) if missing else check_data(name, config)
-        for note in notes:
-            topic, _, text = note.partition(": ")
-            job_plan.lines[f"{name} {topic}"] = text
-        if problem is not None:
-            job_plan.problems.append(problem if problem.startswith(f"{name}: ") else f"{name}: {problem}")
     return job_plan
 
 
@@ -144,18 +134,3 @@ def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
     remarks += "".join(f"; {note}" for note in record.get("notes", []) if note.startswith("labels"))
     warnings = [f"\n  WARNING: {warning}" for warning in record["warnings"]]
     return f"{name}: {rows} rows{remarks}; {path} [{record['license']}]{''.join(warnings)}"
-
-
-def check_data(name: str, config: TasksConfig) -> tuple[str | None, list[str]]:
-    """Return the error that a task's local data causes, or None, and what is known about its columns and labels.
-
-    Of each table the first 10,000 rows are read. Data from the hub is not checked.
-    """
-    task, first_rows = config.tasks[name], FirstRows(name, config)
-    paths = [dataset.path for _, dataset, _ in source_datasets("", task) if dataset.path is not None]
-    try:
-        if all(is_local_path(path) or Path(path).is_dir() for path in paths):
-            WRITERS[task.kind](first_rows, task)
-    except UserError as error:
-        return str(error), first_rows.notes
-    return None, first_rows.notes

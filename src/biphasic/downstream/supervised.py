@@ -17,16 +17,15 @@ from biphasic.config.tasks import (
     TokensSet,
 )
 from biphasic.downstream.labels import Labels, TagScheme, bio_names, label_pairs, label_text, number, read_names
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, column_layouts, open_table, require_strings
-from biphasic.downstream.writer import FirstRows, TaskWriter
+from biphasic.downstream.tables import InvalidRow, Table, TableRow, open_table, require_strings
+from biphasic.downstream.writer import TaskWriter
 from biphasic.errors import UserError
 
 _SHOWN = 12
-Writer = TaskWriter | FirstRows
 
 
 def _write_splits(
-    writer: Writer, task: SupervisedSet, tables: dict[str, Table], make: Callable[..., TableRow], width: int
+    writer: TaskWriter, task: SupervisedSet, tables: dict[str, Table], make: Callable[..., TableRow], width: int
 ) -> None:
     """Write each split. A missing `validation` is taken from `train`.
 
@@ -42,7 +41,7 @@ def _write_splits(
             writer.write(output, task.kind, part.convert(_with_ids(make, width, of_rows)), len(part))
 
 
-def _tables(writer: Writer, task: SupervisedSet, columns: list[str]) -> dict[str, Table]:
+def _tables(writer: TaskWriter, task: SupervisedSet, columns: list[str]) -> dict[str, Table]:
     columns = [*columns, *filter(None, [task.id_column])]
     return {name: writer.table(task.source, split, columns) for name, split in task.splits.items()}
 
@@ -76,7 +75,7 @@ def _values(config: DatasetConfig, split: str, columns: list[str]) -> Iterator[t
 
 
 def _read_label_names(
-    writer: Writer, task: ClassificationSet | MultiLabelSet, table: Table, column: str, separator: str | None = None
+    writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table, column: str, separator: str | None = None
 ) -> Labels:
     """Return the labels of a column, named by the dataset, by `label_names` or by the values in all splits."""
     key = f"label_column {column!r}"
@@ -107,7 +106,7 @@ def _read_label_names(
     return Labels(writer.label_names, False, table.source, key)
 
 
-def _note_labels(writer: Writer, how: str) -> None:
+def _note_labels(writer: TaskWriter, how: str) -> None:
     names = writer.label_names or []
     more = ", …" * (len(names) > _SHOWN)
     writer.notes.append(f"labels: {len(names)}, {how}{', '.join(names[:_SHOWN])}{more}")
@@ -125,7 +124,7 @@ def _as_list(value: Any, separator: str | None) -> list[Any]:
     return value
 
 
-def _write_labelled_texts(writer: Writer, task: ClassificationSet | RegressionSet | MultiLabelSet) -> None:
+def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet) -> None:
     columns = [task.text_column, *filter(None, [task.text_pair_column])]
     texts = len(columns)
     names = dict(zip(("text", "text_pair"), columns, strict=False))
@@ -147,7 +146,7 @@ def _write_labelled_texts(writer: Writer, task: ClassificationSet | RegressionSe
 
 
 def _targets(
-    writer: Writer, task: ClassificationSet | RegressionSet | MultiLabelSet, table: Table
+    writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet, table: Table
 ) -> Callable[..., TableRow]:
     """Return the function that makes a row's target from the values of its label columns."""
     if isinstance(task, MultiLabelSet):
@@ -169,11 +168,9 @@ def _is_set(column: str, value: Any) -> bool:
     return text in ("1", "true")
 
 
-def _write_tokens(writer: Writer, task: TokensSet) -> None:
+def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     columns, source = [task.tokens_column, task.labels_column], task.source
     key = f"a label of labels_column {task.labels_column!r}"
-    if layouts := column_layouts(source, columns):
-        writer.notes.append("columns: " + "; ".join(f"{file}: {layout}" for file, layout in layouts.items()))
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
     declared = _declared_names(table, task.labels_column, task.label_names)
@@ -209,7 +206,7 @@ def _write_tokens(writer: Writer, task: TokensSet) -> None:
     _write_splits(writer, task, tables, make, len(columns))
 
 
-def _write_question_answering(writer: Writer, task: QuestionAnsweringSet) -> None:
+def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) -> None:
     def make(question: Any, context: Any, answers: Any) -> TableRow:
         require_strings(f"question_column {task.question_column!r}", question)
         require_strings(f"context_column {task.context_column!r}", context)

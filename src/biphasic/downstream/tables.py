@@ -19,11 +19,10 @@ from pyarrow import parquet
 
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
-from biphasic.downstream.column_files import COLUMN_FILES, column_rows, read_layout
-from biphasic.downstream.formats import json_rows, open_text, parse_json, table_rows
+from biphasic.downstream.formats import COLUMN_FILES, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import glob_pattern, user_errors
+from biphasic.storage import glob_pattern
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -108,8 +107,8 @@ class Table:
         return replace(self, rows=split["train"]), replace(self, rows=split["test"])
 
 
-def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first: int | None = None) -> Table:
-    """Open one split of a dataset, or only the `first` rows. Data from the hub stays in the hub library's own cache.
+def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Table:
+    """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
 
     Raises:
         UserError: the dataset, configuration, split, file or a column does not exist or can't be read.
@@ -121,7 +120,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     source = ", ".join(filter(None, [config.path, config.name, split])) if config.path else ", ".join(files or [])
     try:
         if config.path is None:
-            rows = _read_files(config, source, files or [], columns, first)
+            rows = _read_files(config, source, files or [], columns)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
@@ -131,7 +130,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
                 split, options["data_files"] = _ONLY_SPLIT, {_ONLY_SPLIT: files}
             if commit is None:
                 options["cache_dir"] = _cache_folder(Path(config.path))
-            rows = _load(config.path, source, columns, first, split=split, **options)
+            rows = _load(config.path, source, columns, split=split, **options)
     except (DatasetsError, HfHubHTTPError, HFValidationError, *_UNREADABLE) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
@@ -148,8 +147,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     return Table(rows, source, list(columns), commit)
 
 
-def _load(path: str, source: str, columns: Sequence[str], first: int | None, split: str, **options: Any) -> Any:
-    """Return a dataset of the `datasets` library, or its first rows without converting the others."""
+def _load(path: str, source: str, columns: Sequence[str], split: str, **options: Any) -> Any:
     import datasets
     from datasets.packaged_modules.json.json import Json
 
@@ -157,13 +155,11 @@ def _load(path: str, source: str, columns: Sequence[str], first: int | None, spl
     files = (builder.config.data_files or {}).get(split, [])
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
     if files and isinstance(builder, Json) and not is_declared:
-        return _json_table(files, source, columns, first)
-    if first is None:
-        return datasets.load_dataset(path, split=split, **options)
-    return _first_rows(datasets.load_dataset(path, split=split, streaming=True, **options), first)
+        return _json_table(files, source, columns)
+    return datasets.load_dataset(path, split=split, **options)
 
 
-def _json_table(files: list[str], source: str, columns: Sequence[str], first: int | None) -> Any:
+def _json_table(files: list[str], source: str, columns: Sequence[str]) -> Any:
     """Return a dataset of lines of JSON, which are parsed when they are used.
 
     The library's JSON reader infers types, and texts that look like dates would become dates.
@@ -172,59 +168,47 @@ def _json_table(files: list[str], source: str, columns: Sequence[str], first: in
 
     parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
     if any(rows is None for rows in parsed):
-        for file in files if first is None else ():
+        for file in files:
             if file.endswith(".zst"):  # the library takes one that is cut short for a shorter file
                 with open_text(file) as text:
                     for _ in text:
                         pass
-        lines = _from_files("text", files, first)
+        lines = _from_files("text", files)
     else:
         lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
     return lines.with_transform(functools.partial(_parsed, source, columns))
 
 
-def _from_files(kind: str, files: list[str], first: int | None) -> Any:
+def _from_files(kind: str, files: list[str]) -> Any:
     """Return the rows of `text` or `parquet` files as a dataset.
 
     `load_dataset(kind, …)` would report the use of the reader to a server, and wait where there is no network.
     """
     import datasets
 
-    paths = list(map(glob.escape, files))
-    if first is None:
-        return getattr(datasets.Dataset, f"from_{kind}")(paths)
-    return _first_rows(getattr(datasets.IterableDataset, f"from_{kind}")(paths), first)
+    return getattr(datasets.Dataset, f"from_{kind}")(list(map(glob.escape, files)))
 
 
-def _first_rows(stream: Any, count: int) -> Any:
-    import datasets
-
-    return datasets.Dataset.from_list(list(stream.take(count)), stream.features)
-
-
-def _read_files(
-    config: DatasetConfig, source: str, patterns: list[str], columns: Sequence[str], first: int | None
-) -> Any:
+def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns: Sequence[str]) -> Any:
     """Return the rows of local files as a dataset of the `datasets` library."""
     import datasets
 
     files, builder = _local_files(patterns)
     if builder in ("json", "parquet"):
-        if unused := [key for key in ("columns", "quoting") if getattr(config, key) is not None]:
-            raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
+        if config.columns is not None:
+            raise UserError(f"{source}: columns has no effect on files of this kind")
         if builder == "json":
-            return _json_table(files, source, columns, first)
+            return _json_table(files, source, columns)
         # The library's reader refuses a file without rows.
         if not (files := [file for file in files if parquet.read_metadata(file).num_rows]):
             raise UserError(f"{source}: has no rows")
-        return _from_files("parquet", files, first)
+        return _from_files("parquet", files)
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
-        quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"
-        read = functools.partial(table_rows, separator=separator, quoted=quoted, columns=config.columns, used=columns)
+        read = functools.partial(table_rows, separator=separator, columns=config.columns, used=columns)
     else:
         read = functools.partial(column_rows, names=config.columns, columns=columns)
-    rows = itertools.islice(itertools.chain.from_iterable(map(read, files)), first)
+    rows = itertools.chain.from_iterable(map(read, files))
     tables = [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]
     if not tables:
         raise UserError(f"{source}: has no rows")
@@ -241,7 +225,7 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     rows: list[TableRow] = []
     for line in filter(str.strip, lines["text"]):
         try:
-            row = parse_json(line.removeprefix("\ufeff"))  # a byte order mark
+            row = json.loads(line.removeprefix("\ufeff"))  # a byte order mark
             if "\\ud" in line.lower():
                 # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
                 row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
@@ -252,13 +236,6 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
             raise UserError(f"{source}: can't be read: expected a JSON object in each line ({problem}): {line[:60]}")
         rows.append(row)
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys([*columns, *itertools.chain(*rows)])}
-
-
-def column_layouts(config: DatasetConfig, columns: Sequence[str]) -> dict[str, str]:
-    """Return what the columns are of each local file with a word in each line; errors are those of `open_table`."""
-    files, builder = _local_files(file_patterns(config)) if config.path is None else ([], "")
-    with user_errors(f"{', '.join(files)}: can't be read", *_UNREADABLE):
-        return {file: read_layout(file, config.columns, columns).describe() for file in files if builder == "columns"}
 
 
 def file_patterns(config: DatasetConfig) -> list[str]:

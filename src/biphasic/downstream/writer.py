@@ -21,8 +21,6 @@ TASK_RECORD = "task.json"
 STARTED = "task.started"
 """Written before the first table and removed after the record. Only tables beside this file may be removed."""
 _WRITE_ROWS = 1000
-_PLANNED_ROWS = 10_000
-"""Number of first rows of a local table that a plan reads."""
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
 SCHEMAS = {
@@ -41,41 +39,6 @@ SCHEMAS = {
 }
 _SHARED_SHARE = 0.5
 """Share of a split's examples in another split above which there is a warning. Published sets repeat a few percent."""
-
-
-def _too_many_invalid(task: str, table: str, invalid: int, total: int, share: float, fault: str) -> UserError:
-    limit = f"max_invalid_share allows {share:.2%}"
-    return UserError(f"{task}: {table}: {invalid:,} of {total:,} rows can't be used, and {limit}; the first: {fault}")
-
-
-class FirstRows:
-    """Stands in for `TaskWriter` in a plan: reads only the first rows of each table and writes nothing."""
-
-    def __init__(self, name: str, config: TasksConfig):
-        self.name, self.config = name, config
-        self.label_names: list[str] | None = None
-        self.record: dict[str, Any] = {"warnings": []}
-        self.notes: list[str] = []
-        """What is known about the columns and labels, as `topic: text`."""
-        self._is_whole = True
-
-    def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
-        """Open the first rows of a table."""
-        table = open_table(config, split, columns, _PLANNED_ROWS)
-        self._is_whole = self._is_whole and len(table) < _PLANNED_ROWS
-        return table
-
-    def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
-        """Raise the error of `TaskWriter.write`, or if not all rows were read, one if most of them are invalid.
-
-        Of qrels that are not complete nothing can be said, since their documents may come later.
-        """
-        checked, share = list(rows), self.config.max_invalid_share if self._is_whole else 0.5
-        invalid = [row.args for row in checked if isinstance(row, InvalidRow)]
-        if len(invalid) > share * total and (self._is_whole or schema != "qrels"):
-            raise _too_many_invalid(self.name, name, len(invalid), total, share, f"{invalid[0][1]}: {invalid[0][0]}")
-        if self._is_whole and not any(isinstance(row, dict) for row in checked):
-            raise UserError(f"{self.name}: {name}: there are no rows")
 
 
 class TaskWriter:
@@ -113,13 +76,13 @@ class TaskWriter:
             for group in groups_up_to(_WRITE_ROWS, rows):
                 valid = [row for row in group if isinstance(row, dict)]
                 not_used.update(row.args[0] for row in group if isinstance(row, UnusedRow))
-                faults = [row.args for row in group if isinstance(row, InvalidRow)]
-                left_out.update(kind for kind, _ in faults)
-                if faults and not first_fault:
-                    first_fault = f"{faults[0][1]}: {faults[0][0]}"
-                if left_out.total() > self.config.max_invalid_share * total:
-                    share = self.config.max_invalid_share
-                    raise _too_many_invalid(self.name, name, left_out.total(), total, share, first_fault)
+                for fault, place in (row.args for row in group if isinstance(row, InvalidRow)):
+                    left_out[fault] += 1
+                    first_fault = first_fault or f"{place}: {fault}"
+                if left_out.total() > (share := self.config.max_invalid_share) * total:
+                    problem = f"{left_out.total():,} of {total:,} rows can't be used"
+                    limit = f"max_invalid_share allows {share:.2%}"
+                    raise UserError(f"{self.name}: {name}: {problem}, and {limit}; the first: {first_fault}")
                 for row in valid:
                     if "id" in row:  # rows of retrieval sets have none
                         content = json.dumps([row[name] for name in row if name != "id"])
