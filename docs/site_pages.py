@@ -117,7 +117,9 @@ def resolved(path: Path, target: str) -> Path | None:
 
 
 def site_uri(path: Path) -> str:
-    """The site's name of a file of the repository."""
+    """The site's name of a file of the repository; README is the first page."""
+    if path == ROOT / "README.md":
+        return "index.md"
     if path.is_relative_to(ROOT / "docs") and path.suffix in IMAGES | {".md"}:
         return path.relative_to(ROOT / "docs").as_posix()
     # MkDocs leaves out names that begin with a dot.

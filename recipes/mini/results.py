@@ -1,4 +1,4 @@
-"""Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/pilot.md.
+"""Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
 
     python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/pilot.png
     python recipes/mini/results.py FOLDER --add    # FOLDER has some studies, of the same text; the others' records stay

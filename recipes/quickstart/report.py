@@ -172,8 +172,8 @@ def conclusion(labelling: Labelling) -> str:
         else:
             sentences.append(f"Not shown: a difference between CLM, then MLM and {RUNS[other]} alone ({numbers}).")
     sentences.append(
-        "One pretraining seed of a tiny model, on one task of four that were tried (docs/pilot.md has all four, and more "
-        "seeds and budgets): it shows the method at work, not what it gains at the paper's size."
+        "One pretraining seed of a tiny model, on one task of four that were tried (docs/results.md has more tasks, seeds "
+        "and budgets): it shows the method at work, not what it gains at the paper's size."
     )
     return " ".join(sentences)
 

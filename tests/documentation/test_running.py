@@ -37,7 +37,8 @@ RUN = "runs/210m-clm-21k-mlm40-42k"
 PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/checkpoints.md": (
         {"model.preset=null": " ".join(f"model.{key}=null" for key in SIZE),
-         "runs/210m-clm/": "runs/210m-42k/"},
+         "runs/210m-clm/": "runs/210m-42k/",
+         "runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"},
         ("biphasic watch",),  # it waits for a run's end; tests/test_watch.py
     ),
     "docs/data.md": (
@@ -65,7 +66,6 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue", "s3://"),
     ),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
-    "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),
     "docs/sweeps.md": ({}, ()),
     "docs/tokenizer.md": (
         {"my/tokenizer": "my/second_tokenizer", "data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"},
@@ -78,17 +78,14 @@ READ_ONLY = {
     "docs/comparison.md": "has none",
     "docs/configuration.md": "usage lines",
     "docs/library.md": "tests/documentation/test_library.py runs its examples",
-    "docs/index.md": "repeats the other pages' first commands",
     "docs/parallelism.md": "has none",
     "docs/quickstart.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "docs/recipes.md": "repeats the recipes' commands",
     "docs/reproduce.md": "38 models; tests/recipes/test_reproduce.py runs them, small",
-    "docs/pilot.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "docs/results.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
     "docs/study.md": "38 models; tests/study runs small studies",
     "docs/tasks.md": "the hub; tests/downstream runs them on small files",
-    "docs/log.md": "has none",
     "docs/throughput.md": "GPUs and minutes of measurement",
     "docs/versions.md": "other environments",
     "CONTRIBUTING.md": "names commands of make",
@@ -102,6 +99,7 @@ READ_ONLY = {
     "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
     "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py makes its tables",
     "recipes/muon/results.md": "has none",
+    "recipes/mini/log.md": "has none",
     "recipes/mini/README.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "recipes/mini/protocol.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
     "recipes/mini/followup.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",

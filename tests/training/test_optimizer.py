@@ -91,7 +91,7 @@ def test_a_run_with_muon_resumes_bit_for_bit(write_yaml: Write) -> None:
 
 
 def test_muon_over_shards_equals_muon_over_whole_matrices(write_yaml: Write) -> None:
-    """Also resumed: bit for bit on as many ranks, and as docs/resuming.md says on another number.
+    """Also resumed: bit for bit on as many ranks, and as docs/checkpoints.md says on another number.
 
     Muon orthogonalizes in bf16, which makes rounding differences between ranks larger: DDP on two ranks differs as much. If
     each rank orthogonalized only its shard, losses would differ by 2.5e-3.
