@@ -26,10 +26,9 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.mds_reader import INDEX
-from biphasic.data.row_format import stored_row_problems
+from biphasic.data.mds_reader import stored_row_problems
 from biphasic.data.shards import require_first_shard
-from biphasic.data.streams import RowStream, opened_streams, read_conversions
+from biphasic.data.streams import INDEX, RowStream, opened_streams, read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
 from biphasic.errors import Unavailable, UserError, first_line

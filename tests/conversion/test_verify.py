@@ -19,8 +19,9 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import verify as verifying
 from biphasic.conversion.convert import convert
 from biphasic.conversion.verify import verify
-from biphasic.data.mds_reader import read_index, read_rows, row_as_text
+from biphasic.data.mds_reader import read_rows, row_as_text
 from biphasic.data.packing import mds_columns
+from biphasic.data.streams import read_index
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from helpers.texts import sentences, write_parquet, write_tokenizer

@@ -143,7 +143,7 @@ def test_the_cache_of_another_program_s_job_is_refused(tmp_path: Path, monkeypat
     file = Path(other_job_locals())
     file.write_bytes(prefix._pack_locals([str(tmp_path / "cache")], 0))
     try:
-        with pytest.raises(UserError, match=rf"or remove {file} if that job has ended: another program has made it"):
+        with pytest.raises(UserError, match=rf"or remove {file} if that job has ended"):
             build_loader(config.reading, config.streams, 8, seed=3, train=True)
     finally:
         file.unlink()

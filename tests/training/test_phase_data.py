@@ -286,26 +286,6 @@ def test_a_missing_shard_of_a_later_phase_stops_the_run_before_its_first_batch(y
         train(config)
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_the_cache_of_a_finished_phase_may_be_deleted(yaml_of: Write, tmp_path: Path, drops: bool) -> None:
-    path = yaml_of(data__drop_cache=drops)
-    cache, stored = tmp_path / "cache", tmp_path / "data" / "long"
-    path.write_text(path.read_text().replace(f"local: {stored}", f"local: {cache}\n        remote: {stored}"))
-    config = config_of(path)
-    assert config.inputs[1].data.train is not None and config.inputs[1].data.train.remote == str(stored)
-    folder = train(config)
-    assert cache.exists() is not drops and len(list(stored.glob("shard.*"))) > 1
-    expected = losses(folder)
-    keep_checkpoints_up_to(folder, 7)  # it is downloaded again if it is needed again
-    train(config)
-    assert losses(folder) == expected
-    # The run stopped exactly at the phase's end.
-    keep_checkpoints_up_to(folder, 9)
-    cache.mkdir(exist_ok=True)
-    train(config)
-    assert losses(folder) == expected and cache.exists() is not drops
-
-
 def test_the_next_phase_s_loader_starts_before_the_phase(yaml_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[int, int]] = []
     trained = list[int]()

@@ -69,7 +69,7 @@ def test_auto_without_a_cluster(
 
 
 def test_values_errors_reports_and_a_killed_worker(cluster: Any, tmp_path: Path) -> None:
-    section = ClusterConfig(address=cluster.address, shared_folder=True)
+    section = ClusterConfig(address=cluster.address)
     with open_workers(section, [str(tmp_path)], {"OF_WORKERS": "yes"}, ()) as group:
         assert (group.cpus, group.gpus) == (2, 0)
         check_group(group, tmp_path)
@@ -101,7 +101,7 @@ def test_a_sweep_on_two_machines(
     sweep = {"job": "sweep", "output": str(tmp_path / "out"), "learning_rates": [1e-5], "seeds": [0],
              "models": {name: {"path": str(tmp_path / name)} for name in models},
              "tasks": {"sst2": str(tmp_path / "sst2.yaml")},
-             "cluster": {"address": cluster.address, "shared_folder": True}}  # fmt: skip
+             "cluster": {"address": cluster.address}}  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     config = load(tmp_path / "sweep.yaml")
     assert isinstance(config, SweepConfig)
@@ -135,16 +135,13 @@ def test_two_machines_write_what_one_does(
 
     monkeypatch.setattr("biphasic.conversion.pool.open_workers", opened)
     address = {"address": cluster.address}
-    with pytest.raises(UserError, match=r"^out: is on one machine, and the cluster has 2: name a bucket, or set"):
-        convert(config_for("text", **keys, cluster=address, output="out"))
-    assert workers_paths == [["out", *(f"text/{number}.parquet" for number in range(4))]]
     with (
-        pytest.raises(UserError, match=r"^text/0.parquet: is on one machine, and the cluster has 2: name a bucket"),
-        open_workers(ClusterConfig(**address), ["s3://bucket/out", "text/0.parquet"], {}, ()),
+        pytest.raises(UserError, match=r"^text/9.parquet: is not there on .*: name a bucket, or a folder that all"),
+        open_workers(ClusterConfig(**address), ["s3://bucket/out", "text/9.parquet"], {}, ()),
     ):
         pass
-    shared = {**address, "shared_folder": True}
-    record = convert(config_for("text", **keys, cluster=shared, output="out"))
+    record = convert(config_for("text", **keys, cluster=address, output="out"))
+    assert workers_paths == [["out", *(f"text/{number}.parquet" for number in range(4))]]
     assert len(record["units"]) == 4
     convert(config_for("text", **keys, cluster={"workers": 1}, output="alone"))
     assert same_bytes(tmp_path / "out", tmp_path / "alone")
@@ -158,7 +155,7 @@ def test_a_leaving_machine_s_units_are_converted_by_another(
         write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(2000, seed=number))
     leaving = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     cluster.wait_for_nodes()
-    address = {"address": cluster.address, "shared_folder": True, "workers": 3}
+    address = {"address": cluster.address, "workers": 3}
     converted = threading.Event()
 
     def leave() -> None:

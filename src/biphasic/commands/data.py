@@ -147,8 +147,8 @@ def show(options: Namespace) -> int:
     """Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
-    from biphasic.data.mds_reader import read_index, read_rows, row_as_text
-    from biphasic.data.row_format import row_reader
+    from biphasic.data.mds_reader import read_rows, row_as_text, row_reader
+    from biphasic.data.streams import read_index
     from biphasic.data.tokenizer import load_tokenizer
 
     config = load_job(PretrainConfig, options.file)

@@ -188,13 +188,6 @@ class ClusterConfig(Section):
 
     address: str | None = None
     """Null: run on this machine. `auto`: use the Ray cluster that this machine belongs to. Otherwise: an address."""
-    shared_folder: bool = False
-    """Whether all nodes of the cluster see the same local sources and outputs."""
-
-    def problems(self) -> KeyProblems:
-        """Check combinations of values."""
-        if self.shared_folder and self.address is None:
-            yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
 
 
 def within(key: str, section: str) -> bool:

@@ -12,9 +12,15 @@ from typing import Any
 from biphasic.config.model import architecture_of
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.mds_reader import INDEX
-from biphasic.data.row_format import stored_row_problems
-from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, opened_streams, read_conversions
+from biphasic.data.mds_reader import stored_row_problems
+from biphasic.data.streams import (
+    CONVERSION_RECORD,
+    CONVERSION_STARTED,
+    INDEX,
+    StreamRecord,
+    opened_streams,
+    read_conversions,
+)
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import is_folder, join

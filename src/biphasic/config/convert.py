@@ -165,7 +165,6 @@ class ConvertConfig(JobConfig):
                 yield [f"filters.{index}"], "keeps everything; expected one of min, max, any_of, none_of"
             if condition.min is not None and condition.max is not None and condition.min > condition.max:
                 yield [f"filters.{index}.min", f"filters.{index}.max"], "is above max, so nothing would be kept"
-        yield from self.cluster.problems()
 
     @property
     def splits(self) -> list[str]:

@@ -43,8 +43,8 @@ _NameInMix = Annotated[Name, matching(r"[^.]*", "a name without a dot, which sep
 
 class _TrainingData(Section):
     folder: Address | None = None
-    """The output of a conversion, a folder or a bucket prefix: its `train/` is `train`. In the run's `data`, its
-    `validation/` is `validation`, and its `tokenizer/` is the default of `tokenizer`."""
+    """The output of a conversion, a folder or a bucket prefix. Its `train/` becomes `train`; in the run's own `data`, its
+    `validation/` also becomes `validation`, and its `tokenizer/` is the default of `tokenizer`."""
     train: StreamConfig | None = None
     """One converted dataset."""
     mix: Annotated[dict[_NameInMix, MixedStreamConfig], Field(min_length=1)] | None = None
@@ -66,13 +66,13 @@ class DataConfig(_TrainingData):
     sequence_length: Positive
     """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
     cache: LocalPath = DEFAULT_CACHE
-    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`. Nodes
-    must not share it."""
+    """Local folder for the shards of a `folder` in a bucket, which are in a subfolder with the last name of `folder`. Each
+    node needs one of its own."""
     validation: StreamConfig | None = None
     """The validation split, for `evaluation`. Null: no validation, also beside `folder`."""
     start_at: Duration = Duration(0, "ba")
-    """Where in the order of rows the run begins, in batches, rows or tokens (padding counts), rounded up to whole batches. A
-    run that continues another model's training gives what that run has read. Beyond the last row it is in a later epoch."""
+    """What comes before the run in the order of rows, in batches, rows or tokens (padding counts), rounded up to whole
+    batches. To continue another model's training, give what that run has read, also if that is more than an epoch."""
     shuffle_block_size: Positive = 1 << 18
     """Number of rows that are shuffled together. Each epoch has another order."""
     num_canonical_nodes: Positive = 64
@@ -82,8 +82,6 @@ class DataConfig(_TrainingData):
     cache_limit: Size | None = None
     """Maximum size of a node's cache, e.g. `200gb`. It applies to training data and to validation data separately. The
     least recently read shards are deleted first. Default: keep all shards. A local `folder` is no cache and is kept."""
-    drop_cache: bool = False
-    """Whether to delete the shards that were downloaded for a phase's data once no later phase reads it."""
     num_workers: Count = 2
     """Number of loader processes for each rank."""
 
@@ -111,12 +109,12 @@ class PhaseDataConfig(_TrainingData):
     """Training data that replaces the data of the phase before. Exactly one of `folder`, `train` and `mix` is required."""
 
     cache: LocalPath | None = None
-    """With a `folder` in a bucket: the local folder of downloaded shards. Default: `data.cache`."""
+    """Local folder for the shards of a `folder` in a bucket. Default: `data.cache`."""
     sequence_length: Positive | None = None
     """Number of tokens in a row, as converted. Default: that of the phase before."""
 
     def after(self, before: DataConfig, cache: str) -> DataConfig:
-        """Return the phase's data: this section, and what it doesn't have from the data of the phase before.
+        """Return the phase's data: what this section doesn't set is as in the phase before.
 
         `cache` is the run's own, for a `folder` without one.
         """
@@ -170,7 +168,7 @@ def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
 
 
 def data_problems(data: DataConfig, global_batch_size: int, later: Sequence[PhaseDataConfig] = ()) -> KeyProblems:
-    """Report invalid streams, and keys without effect. `later` are the sections of phases, which take some keys' values."""
+    """Report invalid streams, and keys without effect: also not on the data of `later` phases."""
     if data.folder is not None and (contradictions := list(_folder_contradictions(data, data.folder))):
         yield from contradictions
         return

@@ -32,7 +32,7 @@ _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {
         **dict.fromkeys(("folder", "cache", "validation", "predownload"), True),
-        **dict.fromkeys(("cache_limit", "drop_cache", "num_workers"), True),
+        **dict.fromkeys(("cache_limit", "num_workers"), True),
         # Training data is compared by the hash of its index.
         "train": _PATHS,
         "mix": {"__all__": _PATHS},

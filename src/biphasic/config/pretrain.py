@@ -273,8 +273,6 @@ class PretrainConfig(RunConfig):
         yield from input_problems(self.objective.phases, self.inputs, ranks)
         if inputs_differ(self.inputs):
             yield from self._epoch_problems()
-        if self.data.drop_cache and len(sources(self.inputs)) == 1:
-            yield ["data.drop_cache"], "has no effect: all phases read the same data"
 
     def _epoch_problems(self) -> KeyProblems:
         for key, time in flatten(self):

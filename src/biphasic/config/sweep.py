@@ -117,7 +117,6 @@ class SweepConfig(JobConfig):
                 yield [f"overrides.{index}"], "expected key=value, such as batch_size=64"
             elif fixed:
                 yield [f"overrides.{index}"], f"expected a key that the sweep doesn't give itself ({fixed[0]})"
-        yield from self.cluster.problems()
         if self.cost is not None and self.cost.dollars_per_hour is None and self.cost.flops_per_second is None:
             yield ["cost"], "is empty; expected dollars_per_hour, flops_per_second, or both"
 

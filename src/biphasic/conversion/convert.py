@@ -130,7 +130,7 @@ def _require_same_commit(source: HubSource, commit: str | None, output: str) -> 
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
-    """Return the files of the YAML's `source:`; those of a hub dataset at `commit`, by default the YAML's `revision`.
+    """Return the files that the YAML's `source:` names. Of a hub dataset, `commit` replaces the YAML's revision.
 
     Raises a UserError if there is no usable file.
     """
@@ -203,19 +203,17 @@ class _Driver:
         return selected
 
     def _jobs(self) -> Iterator[Job]:
-        """Yield the units without a record, each with the tokens that remain when it is submitted."""
         limit = self.context.config.max_tokens
         for position, unit in enumerate(self.units):
             if unit.name in self.records:
                 continue
-            # Earlier units may have finished since the last job.
+            # Asked for each job, because earlier units may have finished meanwhile.
             remaining = None if limit is None else max(limit - sum(map(self._tokens, self.units[:position])), 0)
             if remaining == 0 or self.stopping:
                 return
             yield unit, remaining
 
     def _take(self, result: UnitResult, progress: Progress) -> None:
-        """Keep a unit's record or its fault. A fault other than a damaged file's stops the conversion."""
         if result.record is not None:
             self.records[result.unit.name] = result.record
         else:

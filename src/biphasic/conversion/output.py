@@ -21,9 +21,9 @@ from biphasic.conversion.sources import Sources
 from biphasic.conversion.tokenizer_checks import merge_checks
 from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.conversion.worker import HASH
-from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import token_dtype
-from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line
 from biphasic.storage import LOCK_FILE, LocalStore, Store, is_remote, join, json_bytes, open_store, user_errors

@@ -17,9 +17,9 @@ from biphasic.conversion.output import read_unit_records, require_record
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import describe_unread
 from biphasic.conversion.work_units import unit_record_file
-from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
+from biphasic.data.mds_reader import StoredRow, decode_rows, shard_file
 from biphasic.data.packing import mds_columns
-from biphasic.data.streams import CONVERSION_RECORD
+from biphasic.data.streams import CONVERSION_RECORD, INDEX
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError, first_line
 from biphasic.limits import available_cores

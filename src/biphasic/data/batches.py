@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
@@ -17,7 +16,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from biphasic.data.streaming import Batch, RowDataset
-from biphasic.data.streams import ReadingSettings, RowStream, opened_streams
+from biphasic.data.streams import ReadingSettings, RowStream
 from biphasic.durations import BatchShape, TrainingProgress
 from biphasic.errors import UserError
 from biphasic.timeline import ResolvedPhase, phase_at
@@ -64,7 +63,6 @@ class _Source:
         self._closing: Thread | None = None
 
     def open(self, position: _Position) -> None:
-        """Start loader processes at `position`, unless the loader's next batch begins there."""
         if position == self._next:
             return
         if self._next is None or position != (self._next[0] + 1, 0):
@@ -151,7 +149,7 @@ class TrainingBatches(Callback):
             # Also after a start that comes after the data's end.
             before = {each.source for each in self._inputs[: span.index]} if self._reading is None else {self._reading}
             for source in sorted(before - {own.source}):
-                self._leave(source, span.index)
+                self._sources[source].close()
             self._reading = own.source
             following = self._inputs[min(span.index + 1, len(self._inputs) - 1)].source
             ahead = _BATCHES_AHEAD * own.shape.in_unit(span.end.unit) if following != own.source else 0
@@ -171,22 +169,11 @@ class TrainingBatches(Callback):
         return sum(position[0] - self._sources[source].start[0] for source, position in positions)
 
     def _positions(self, batches: int) -> dict[int, _Position]:
-        """Return for each data where its next batch begins after this many batches of the run."""
         positions = {index: source.start for index, source in self._sources.items()}
         for own, start, end in zip(self._inputs, self._starts, [*self._starts[1:], batches], strict=False):
             epoch_rows = self._sources[own.source].dataset.epoch_size
             positions[own.source] = advance(positions[own.source], end - start, own.shape.rows, epoch_rows)
         return positions
-
-    def _leave(self, source: int, phase: int) -> None:
-        """End the processes of a finished phase's data. Delete its cache if the YAML says so and nothing reads it again."""
-        self._sources[source].close()
-        own = self._inputs[source]
-        is_over = all(each.source != source for each in self._inputs[phase:])
-        if own.reading.drop_cache and is_over and dist.get_local_rank() == 0:
-            for stream in opened_streams(own.streams)[0].values():
-                if stream.remote is not None:
-                    shutil.rmtree(stream.local, ignore_errors=True)
 
     def close(self, state: State, logger: Logger) -> None:
         """End all loader processes."""

@@ -12,8 +12,8 @@ from streaming import Stream
 from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader, GCSDownloader
 
-from biphasic.data.mds_reader import INDEX, ShardError, shard_file
-from biphasic.data.streams import CONVERSION_STARTED, RowStream, split_conversion_path
+from biphasic.data.mds_reader import ShardError, shard_file
+from biphasic.data.streams import CONVERSION_STARTED, INDEX, RowStream, split_conversion_path
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.storage import azure_account, file_hash, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
@@ -27,10 +27,8 @@ class UnavailableShardError(ShardError, Unavailable):
 
 
 class GoogleDownloader(GCSDownloader):
-    """Downloads under another name first: Google's library leaves the part of a download that failed.
-
-    Streaming takes a file that is there for a complete one, also when it tries again.
-    """
+    """Downloads under another name first: Google's library leaves the part of a download that failed, and Streaming takes
+    any file for a complete one."""
 
     def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
         part = f"{local}.tmp"
@@ -89,7 +87,7 @@ class CheckedStream(Stream):
         return shards
 
     def _require_own_cache(self) -> None:
-        """Refuse a cache whose index is not the remote one. Streaming would read the rows of the dataset in the cache."""
+        # Streaming would read the rows of the dataset in the cache.
         index, downloaded = Path(self.local) / INDEX, f"{INDEX}.{secrets.token_hex(4)}"
         if not index.is_file():
             return
@@ -128,7 +126,7 @@ class CheckedStream(Stream):
     def _decompress_shard_part(
         self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
-        """Unpack under a unique name first, because several jobs may unpack the same shard of a local dataset."""
+        # Under a unique name first, because several jobs may unpack the same shard of a local dataset.
         unpacked = f"{raw_filename}.{secrets.token_hex(4)}"
         try:
             super()._decompress_shard_part(zip_info, zip_filename, unpacked, compression)
@@ -187,27 +185,24 @@ def require_shards(stream: RowStream) -> None:
     dataset = stream.remote or stream.local
     with user_errors(f"dataset {dataset}: can't be listed"):
         store = open_store(dataset)
-        stored = store.list()
-    for file in _files(dataset):
-        name, size = file["basename"], int(file["bytes"])
-        with user_errors(f"dataset {dataset}: can't be read"):
+        listed = store.list()
+        for file in _files(dataset):
+            name, size = file["basename"], int(file["bytes"])
             # Its folder may be a link, which the list of a local folder leaves out.
-            file_stored = stored.get(name) or store.stat(name)
-        if file_stored is None or file_stored.bytes != size:
-            problem = "is missing" if file_stored is None else f"has {file_stored.bytes:,} bytes instead of {size:,}"
-            advice = "restore it before the run, which would stop when it needs it"
-            raise UserError(f"shard {dataset}/{name}: {problem}: {advice}")
+            stored = listed.get(name) or store.stat(name)
+            if stored is None or stored.bytes != size:
+                problem = "is missing" if stored is None else f"has {stored.bytes:,} bytes instead of {size:,}"
+                advice = "restore it before the run, which would stop when it needs it"
+                raise UserError(f"shard {dataset}/{name}: {problem}: {advice}")
 
 
 def _files(dataset: str) -> list[dict[str, Any]]:
-    """Return the entries of a dataset's index for the stored files, compressed or not."""
     _require_dataset(dataset, dataset)
     with user_errors(f"dataset {dataset}: its {INDEX} can't be read", ValueError, LookupError):
         return [shard_file(shard) for shard in json.loads(open_store(dataset).read(INDEX))["shards"]]
 
 
 def _require_dataset(dataset: str, local: str) -> None:
-    """Raise a UserError if neither the dataset nor the folder `local` has an index."""
     conversion = split_conversion_path(dataset)[0]
     with user_errors(f"dataset {dataset}: can't be opened"):
         if (Path(local) / INDEX).is_file() or open_store(dataset).stat(INDEX) is not None:

@@ -81,7 +81,7 @@ def remove_stale_shared_memory() -> None:
 
 
 def _remove_unless_locked(number: int) -> None:
-    """Remove a number's shared memory and lock files. Raises an OSError if they are locked, or another user's."""
+    """Remove a number's memory and lock files. Raises an OSError if they are locked, or another user's."""
     with _lock_path(number).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in _SHARED_MEMORY.glob(prefix._get_path(number, "*")):
@@ -207,7 +207,7 @@ def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
 
 
 def _cache_conflict(caches: set[str]) -> str | None:
-    """Return an error message if another job uses a cache. Streaming checks this only until that job's first batch."""
+    # Streaming checks this only until that job's first batch.
     for path in _SHARED_MEMORY.glob(f"*_{LOCALS}") if caches else []:
         try:
             number, (locals_of_job, _) = int(path.name[:6]), prefix._unpack_locals(path.read_bytes())
@@ -215,8 +215,6 @@ def _cache_conflict(caches: set[str]) -> str | None:
             continue
         if number in _held or not (shared := caches & set(locals_of_job)):
             continue
-        advice = "give each job a cache of its own (`local` of the stream)"
-        if not _lock_path(number).exists():
-            advice += f", or remove {path} if that job has ended: another program has made it"
+        advice = f"give each job a cache of its own (`local` of the stream), or remove {path} if that job has ended"
         return f"{min(shared)} is the cache of another job that is running on this machine: {advice}"
     return None

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from biphasic.data.loader_signals import handle_loader_signals
-from biphasic.data.mds_reader import INDEX, ShardError
-from biphasic.data.row_format import row_reader
+from biphasic.data.mds_reader import ShardError, row_reader
 from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
-from biphasic.data.streams import ReadingSettings, RowStream, opened_streams
+from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
 from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.limits import require_short_temporary_folder
 from biphasic.storage import user_error
@@ -46,7 +45,6 @@ class RowDataset(StreamingDataset):
     has_whole_batches = False
 
     def __getitem__(self, at: Any) -> Any:
-        """Return the row with the id `at`, or the rows of a slice."""
         row = super().__getitem__(at)
         return row if isinstance(row, list) else {**row, "row_id": int(at)}
 
@@ -93,7 +91,6 @@ class RowDataset(StreamingDataset):
                 raise
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
-        """Return this worker's rows of the epoch."""
         world = self._parallel_worker_world
         sample_in_epoch = self.first_row if epoch == 0 else 0
         rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
@@ -106,7 +103,7 @@ class RowDataset(StreamingDataset):
 
 
 class _ValidationLoader(DataLoader[Batch]):
-    """A loader of rows in order. Those that are read a second time have no targets, as padding."""
+    """A loader of rows in order. Rows that are read a second time are padding, which has no targets."""
 
     def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride] - as DataLoader's is used
         first, dataset = 0, self.dataset
@@ -187,8 +184,8 @@ def build_loader(
         if is_lost_rank(error):
             raise
         raise user_error(f"dataset {names}: can't be opened ({first_line(error)})", error) from error
-    # As if a run on one node were resumed, whose order of rows any number of nodes can read. Otherwise Streaming would
-    # start only on multiples and divisors of `num_canonical_nodes`.
+    # Streaming starts only on a number of nodes that divides `num_canonical_nodes` or is a multiple of it, unless it resumes
+    # a run that began on one node. So it is told that this run did.
     dataset.initial_physical_nodes = 1
     canonical, ranks = settings.num_canonical_nodes, dataset._parallel_rank_world.num_ranks
     if train and dataset.epoch_size < canonical:
@@ -228,7 +225,6 @@ def build_loader(
 
 
 def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: int, vocab_size: int | None) -> None:
-    """Let the shards of each stream decode rows as its `row_reader` does."""
     for number, (key, stream) in enumerate(streams.items()):
         index = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))
         read, first = row_reader(key, stream, index, length, vocab_size), int(dataset.shard_offset_per_stream[number])
@@ -264,13 +260,8 @@ def _shards_in_use(dataset: StreamingDataset, workers: int) -> int:
     processes = world.ranks_per_node * max(workers, 1)
     # Each process reads a batch, the rows ahead of it, and one more row.
     rows = processes * (dataset.batch_size + dataset.predownload + 1)
-    if canonical % world.num_nodes == 0 or world.num_nodes % canonical == 0:
-        local_canonical = max(canonical // world.num_nodes, 1)
-    else:
-        # The rows are those of one node, whose rank r reads every `groups`-th canonical node, from the r-th on. A node
-        # takes the rows of about `ranks_per_node / num_nodes` such ranks.
-        groups = math.gcd(canonical, world.ranks_per_node)
-        local_canonical = canonical // groups * min(groups, math.ceil(world.ranks_per_node / world.num_nodes) + 1)
+    is_divisible = canonical % world.num_nodes == 0 or world.num_nodes % canonical == 0
+    local_canonical = max(canonical // world.num_nodes, 1) if is_divisible else canonical
     rows_per_shard = dataset.num_samples / dataset.num_shards
     spread = (dataset.shuffle_block_size or dataset.num_samples) if dataset.shuffle else 0
     # A node reads its canonical nodes in parallel, each from a different part of the dataset. All nodes together read

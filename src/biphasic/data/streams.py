@@ -12,13 +12,14 @@ from posixpath import basename, dirname
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.storage import is_remote, open_store
+from biphasic.storage import is_remote, open_store, user_errors
 
 CONVERSION_RECORD = "conversion.json"
 """File name of a conversion's record, which is written last: if it exists, the output is complete."""
 CONVERSION_STARTED = "conversion.started"
 """Name of a file that exists in the output while a conversion is unfinished."""
 DEFAULT_CACHE = "data/cache"
+INDEX = "index.json"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class ReadingSettings:
     num_canonical_nodes: int
     predownload: int | None
     cache_limit: int | None
-    drop_cache: bool
     num_workers: int
 
 
@@ -101,14 +101,18 @@ def read_conversions(streams: Mapping[str, RowStream]) -> dict[str, StreamRecord
     return {key: record for key, stream in streams.items() if (record := read_stream_record(stream)) is not None}
 
 
+def read_index(dataset: str) -> dict[str, Any]:
+    """Return the content of a dataset's index, which lists its shards. Raises a UserError if it can't be read."""
+    with user_errors(f"dataset {dataset}: can't be read", ValueError):
+        return json.loads(open_store(dataset).read(INDEX))
+
+
 def opened_streams(streams: Mapping[str, RowStream]) -> tuple[dict[str, RowStream], list[str]]:
     """Return the streams by key, as they are opened, and a line for each that is unpacked elsewhere.
 
     If the local folder of one can't be written and has shards that are only stored compressed, the folder becomes its
     `remote`, and `local` a folder of its own in the cache, as if the dataset were in a bucket.
     """
-    from biphasic.data.mds_reader import read_index  # needs NumPy
-
     opened, lines = dict(streams), list[str]()
     for key, stream in streams.items():
         if stream.remote is not None:

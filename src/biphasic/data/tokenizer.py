@@ -72,7 +72,7 @@ class Tokenizer:
         return {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "mask": self.mask_id}
 
     def require(self, role: str) -> int:
-        """Return the id of the special token for `role` (`bos` or `eos`). Raises a UserError if there is none."""
+        """Return the id of the special token for `role`, `bos` or `eos`. Raises a UserError if there is none."""
         token_id = self.role_ids[role]
         if token_id is None:
             message = f"tokenizer {self.source}: has no {role} token, which add_{role}: true needs"
@@ -208,7 +208,6 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 
 
 def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
-    """Write the files of a tokenizer on the hub to a folder."""
     if (reason := why_missing(path, revision)) is not None:
         raise UserError(f"tokenizer {path}: {reason}")
     from huggingface_hub import hf_hub_download

@@ -23,7 +23,8 @@ from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import require_record
 from biphasic.conversion.reading import Document, read_up_to_damage
 from biphasic.conversion.source_files import SourceFile
-from biphasic.data.mds_reader import INDEX, decode_rows, shard_file
+from biphasic.data.mds_reader import decode_rows, shard_file
+from biphasic.data.streams import INDEX
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError

@@ -28,5 +28,5 @@ def open_workers(
     from biphasic.workers.ray import RayWorkers
 
     with closing(RayWorkers(cluster.address, environment)) as group:
-        group.require_shared([path for path in paths if not is_remote(path)], cluster.shared_folder)
+        group.require_shared([path for path in paths if not is_remote(path)])
         yield group

@@ -50,19 +50,23 @@ class RayWorkers(WorkerGroup):
         self._actors: list[Any] = []
         self._folder: str | None = None
 
-    def require_shared(self, paths: list[str], shared_folder: bool) -> None:
-        """Raise a UserError if there are local paths that the cluster's nodes don't share.
+    def require_shared(self, paths: list[str]) -> None:
+        """Raise a UserError if a node of the cluster doesn't see one of these local paths, which exist here.
 
         If there are relative ones among them, workers run in this process's folder, not in that of `ray start`.
         """
-        machines = sum(node["Alive"] for node in ray.nodes())
-        if paths and not shared_folder and machines > 1:
-            raise UserError(
-                f"{paths[0]}: is on one machine, and the cluster has {machines}: name a bucket, or set "
-                "cluster.shared_folder: true when all of them see this path"
-            )
         if not all(map(os.path.isabs, paths)):
             self._folder = os.getcwd()
+        first_missing: Any = ray.remote(num_cpus=0)(_first_missing)
+        for node in ray.nodes() if paths else ():
+            if node["Alive"]:
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                given = list(map(os.path.abspath, paths))
+                missing = ray.get(first_missing.options(scheduling_strategy=there).remote(given))
+                if missing is not None:
+                    machine = node["NodeManagerHostname"]
+                    advice = "name a bucket, or a folder that all machines of the cluster share"
+                    raise UserError(f"{paths[missing]}: is not there on {machine}: {advice}")
 
     def start(self, number: int, cpus: int, gpu_share: float) -> Executor:
         """Start a worker.
@@ -109,6 +113,10 @@ class _ActorExecutor(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Kill the actor, so that another one gets its cores and its GPU."""
         ray.kill(self._actor)
+
+
+def _first_missing(paths: list[str]) -> int | None:
+    return next((number for number, path in enumerate(paths) if not os.path.exists(path)), None)
 
 
 class _Actor:
