@@ -18,9 +18,8 @@ import torch
 from composer.utils import dist
 
 from biphasic.amounts import format_bytes
-from biphasic.checkpointing.node_folders import require_node_folders
+from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
 from biphasic.checkpointing.start_rules import ResumeGuard
-from biphasic.checkpointing.stopping import RankGroup
 from biphasic.config.conversion_checks import conversion_record
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.phase_inputs import sources

@@ -15,12 +15,11 @@ from biphasic.checkpointing.fetch import (
 )
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.open_run import Run
+from biphasic.checkpointing.rank_group import RankGroup
 from biphasic.checkpointing.start_rules import ResumeGuard
-from biphasic.checkpointing.stopping import RankGroup
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
-from biphasic.training.recipe import run_settings
 from conftest import MakeBucket, Write
 from helpers.buckets import bucket_for, client, flip_a_bit, upload
 from helpers.tiny import config_of
@@ -45,8 +44,7 @@ def write_checkpoint(folder: Path, batch: int, config: PretrainConfig, *, comple
 
 
 def resume_point(config: PretrainConfig, ranks: Any = None) -> Manifest | None:
-    guard, ranks = ResumeGuard(config), ranks or RankGroup()
-    return find_resume_point(config.checkpoint_destination, config.local_checkpoints, guard, ranks)
+    return find_resume_point(config, ranks or RankGroup())
 
 
 def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None:
@@ -127,9 +125,7 @@ def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Wri
         config = config_of(
             write_yaml("branch", max_duration="30ba", objective__phases=phases, schedule={}, start_from=str(start_from))
         )
-        place, _, path = fetch_branch_point(
-            str(start_from), config.run_folder / "from", ResumeGuard(config), RankGroup()
-        )
+        place, _, path = fetch_branch_point(config, RankGroup())
         return place, path.removeprefix(str(config.run_folder))
 
     local = str(folder / "ba8-rank0.pt")
@@ -148,7 +144,7 @@ def test_initial_weights_come_from_a_folder_or_a_bucket(s3: Path, write_yaml: Wr
     config = config_of(write_yaml("made"))
     write_checkpoint(config.local_checkpoints, 4, config)
     address = upload(config.local_checkpoints, bucket_for(s3, "initial"), "made")
-    run = Run(run_settings(config), ResumeGuard(config))
+    run = Run(config)
     assert run.fetch_initial_weights("org/model") == "org/model"
     assert run.fetch_initial_weights(str(config.local_checkpoints)) == str(config.local_checkpoints / "ba4-rank0.pt")
     assert run.fetch_initial_weights(address) == str(config.run_folder / "init" / "ba4-rank0.pt")

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from biphasic.checkpointing import merge as merge_module
-from biphasic.checkpointing.manifest import batch_of, read_manifest
+from biphasic.checkpointing.manifest import Manifest, batch_of, read_manifest
 from biphasic.checkpointing.merge import merge_checkpoints, stable_checkpoints
 from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.commands import main
@@ -296,12 +296,16 @@ def test_no_run_starts_from_a_merged_checkpoint(dataset: Path, tmp_path: Path, w
     """It has no optimizer state: neither by `start_from`, nor as a run's own."""
     config = config_of(write_yaml("trunk", max_duration="30ba"))
     trained(tmp_path / "run", dataset, config, (4, 8))
-    assert ResumeGuard(config).find_branch_point(str(tmp_path / "run"))[1].batch == 8
+
+    def branch_point(folder: Path) -> tuple[str, Manifest]:
+        return ResumeGuard(config.model_copy(update={"start_from": str(folder)})).find_branch_point()
+
+    assert branch_point(tmp_path / "run")[1].batch == 8
     merge_checkpoints(paths_of(tmp_path / "run", 4, 8), tmp_path / "out")
     with pytest.raises(
         UserError, match=r"ba8 \(it is a mean of checkpoints, without optimizer state: use model.init_from"
     ):
-        ResumeGuard(config).find_branch_point(str(tmp_path / "out"))
+        branch_point(tmp_path / "out")
     plan = ResumeGuard(
         config_of(write_yaml("out", max_duration="30ba", checkpoint__folder=str(tmp_path / "out")))
     ).plan_start()

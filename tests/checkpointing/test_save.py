@@ -26,7 +26,6 @@ from biphasic.checkpointing.upload import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
 from biphasic.training.metrics_file import read_metrics
-from biphasic.training.recipe import run_settings
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit
 from helpers.tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
@@ -349,7 +348,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, sharded: bool
 ) -> None:
     none: Any = SimpleNamespace()
-    saver = Saver(run_settings(config_of(write_yaml())), none, none, None, none, none)
+    saver = Saver(config_of(write_yaml()), none, none, None, {})
     synced, sync, content = dict[int, int](), os.fsync, {"weights": torch.ones(1 << 12)}
 
     def record(number: int) -> None:
@@ -366,12 +365,12 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
 def test_the_writer_uses_its_rank_s_gpu(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread's current GPU is 0."""
     none: Any = SimpleNamespace()
-    settings = run_settings(config_of(write_yaml()))
+    config = config_of(write_yaml())
     used: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, current_thread().name)))
-    Saver(settings, none, none, None, none, none)._writer.submit(int).result()
+    Saver(config, none, none, None, {})._writer.submit(int).result()
     assert used == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    Saver(settings, none, none, None, none, none)._writer.submit(int).result()
+    Saver(config, none, none, None, {})._writer.submit(int).result()
     assert used == [(3, "checkpoint-writer_0")]

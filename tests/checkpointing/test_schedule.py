@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from composer.core import State, Timestamp
 
-from biphasic.checkpointing.schedule import interval_schedule
+from biphasic.checkpointing.save import interval_schedule
 from biphasic.config.plan import saved_checkpoints
 from biphasic.model.checkpoint import read_record
 from biphasic.training.metrics_file import read_metrics

@@ -16,8 +16,9 @@ from biphasic.checkpointing.start_rules import (
     ResumeGuard,
     checkpoint_folder,
     recorded_config,
-    require_rows_of_node_0,
+    require_same,
 )
+from biphasic.config.base import flatten
 from biphasic.config.load import dump
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
@@ -66,7 +67,7 @@ def test_a_run_s_folder_is_found_from_any_directory(
 
 
 def branch_point(path: Path | str, config: PretrainConfig) -> int:
-    return ResumeGuard(config).find_branch_point(str(path))[1].batch
+    return ResumeGuard(config.model_copy(update={"start_from": str(path)})).find_branch_point()[1].batch
 
 
 def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> None:
@@ -324,24 +325,29 @@ def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:
     ResumeGuard(config_of(write_yaml(objective__phases=phases))).require_same_past(manifest, {"data.train.index": "x"})
 
 
+def require_same_configuration(first: PretrainConfig, own: PretrainConfig) -> None:
+    require_same(dict(flatten(first)), dict(flatten(own)), 1, "give all nodes the same YAML and overrides")
+
+
 def test_nodes_have_the_same_configuration_and_rows(write_yaml: Write, tmp_path: Path) -> None:
-    first = ResumeGuard(config_of(write_yaml()))
+    first = config_of(write_yaml())
     other = config_of(write_yaml(output=str(tmp_path / "other"), data__train__local="/data/train"))
-    ResumeGuard(other).require_config_of_node_0(first, 1)
+    require_same_configuration(first, other)
     with pytest.raises(UserError, match=r"^node 1: optimizer.lr is 0.001 there, and 0.005 on node 0: give all nodes"):
-        ResumeGuard(config_of(write_yaml(optimizer__lr=1e-3))).require_config_of_node_0(first, 1)
+        require_same_configuration(first, config_of(write_yaml(optimizer__lr=1e-3)))
     ramp = [{"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.15}}]
     for one, other, key in (
         ({"objective__phases": ramp}, {"objective__phases": [{"name": "mlm"}]}, "objective.phases.0.masking_ratio"),
         ({"checkpoint__keep_at": ["5ba"]}, {}, "checkpoint.keep_at.0"),
         ({"start_from": "runs/a"}, {}, "start_from"),
     ):
-        guards = [ResumeGuard(config_of(write_yaml(**keys))) for keys in (one, other)]
-        for node_0, node_1 in (guards, guards[::-1]):
+        configs = [config_of(write_yaml(**keys)) for keys in (one, other)]
+        for node_0, node_1 in (configs, configs[::-1]):
             with pytest.raises(UserError, match=rf"^node 1: {key}.* is .* there, and .* on node 0"):
-                node_1.require_config_of_node_0(node_0, 1)
+                require_same_configuration(node_0, node_1)
+    rows = "the rows are not the same"
     with pytest.raises(UserError, match=r"data.validation.index is None there"):
-        require_rows_of_node_0({"data.train.index": "x", "data.validation.index": "y"}, {"data.train.index": "x"}, 1)
-    require_rows_of_node_0({"data.train.index": "x"}, {"data.train.index": "x"}, 1)
+        require_same({"data.train.index": "x", "data.validation.index": "y"}, {"data.train.index": "x"}, 1, rows)
+    require_same({"data.train.index": "x"}, {"data.train.index": "x"}, 1, rows)
     with pytest.raises(UserError, match=r"^node 1: data.train.index is y there, and x on node 0: the rows are not"):
-        require_rows_of_node_0({"data.train.index": "x"}, {"data.train.index": "y"}, 1)
+        require_same({"data.train.index": "x"}, {"data.train.index": "y"}, 1, rows)

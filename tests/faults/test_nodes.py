@@ -59,7 +59,7 @@ def test_a_killed_node_ends_the_others_and_the_run_resumes(write_yaml: Write) ->
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder, 24).items())
 
 
-SHORT_LOOK = "from biphasic.checkpointing import node_folders; node_folders._SHARED_SECONDS = 1.0"
+SHORT_LOOK = "from biphasic.checkpointing import rank_group; rank_group._SHARED_SECONDS = 1.0"
 
 
 def start_nodes(path: Path, *overrides: str, module: str = "main") -> list[subprocess.CompletedProcess[str]]:

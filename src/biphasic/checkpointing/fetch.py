@@ -19,21 +19,23 @@ from biphasic.checkpointing.manifest import (
 from biphasic.checkpointing.run_lock import LOCK_FILE
 from biphasic.checkpointing.start_rules import ResumeGuard, batch_in_path, checkpoint_folder
 from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import first_line
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import is_remote, join, open_store, user_errors
 
 if TYPE_CHECKING:
-    from biphasic.checkpointing.stopping import RankGroup
+    from biphasic.checkpointing.rank_group import RankGroup
 
 
-def find_resume_point(destination: str, local_folder: Path, guard: ResumeGuard, ranks: RankGroup) -> Manifest | None:
-    """Find the newest complete checkpoint of a run, and download it to every node's `local_folder`.
+def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | None:
+    """Find the newest complete checkpoint of a run, and download it to every node's `local_checkpoints`.
 
     Pending uploads of earlier attempts on any node are completed first. Other runs' checkpoints are skipped. Returns
     None if there is none. Raises a UserError if the destination can't be read from every node, holds only other runs'
     checkpoints, or is a bucket that lacks some that the run saved to the local folder before.
     """
+    destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     place = f"checkpoint.folder {destination}"
 
     def upload() -> None:
@@ -54,7 +56,8 @@ def find_resume_point(destination: str, local_folder: Path, guard: ResumeGuard, 
             entries = folder.list()
             if write_missing_manifests(folder, entries):
                 entries = folder.list()
-            return newest_complete(folder, local_folder, guard.own_checkpoints(newest_first(folder, entries)))
+            own = ResumeGuard(config).own_checkpoints(newest_first(folder, entries))
+            return newest_complete(folder, local_folder, own)
 
     manifest = ranks.on_first_rank(find)
 
@@ -72,14 +75,14 @@ def find_resume_point(destination: str, local_folder: Path, guard: ResumeGuard, 
     return manifest
 
 
-def fetch_branch_point(path: str, downloads: Path, guard: ResumeGuard, ranks: RankGroup) -> tuple[str, Manifest, str]:
-    """Find the checkpoint that `start_from` (`path`) leads to. Return its path or URL, its manifest and its local path.
+def fetch_branch_point(config: PretrainConfig, ranks: RankGroup) -> tuple[str, Manifest, str]:
+    """Find the checkpoint that `start_from` leads to. Return its path or URL, its manifest and its local path.
 
-    It is used in place if it is local. One in a bucket is downloaded to `downloads` while all ranks wait.
+    It is used in place if it is local. One in a bucket is downloaded to the run's folder while all ranks wait.
     Raises a UserError if there is no complete checkpoint whose past is this run's own, or if it is damaged.
     """
-    folder, manifest = ranks.on_first_rank(lambda: guard.find_branch_point(path))
-    place, local_folder = join(folder, manifest.path), downloads if is_remote(folder) else Path(folder)
+    folder, manifest = ranks.on_first_rank(ResumeGuard(config).find_branch_point)
+    place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
 
     def download() -> None:
         with _explained(place):
@@ -96,33 +99,29 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
     whose newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a UserError if
     there is no complete checkpoint, or if it is damaged or can't be read.
     """
-    if not is_remote(path):
-        with _explained(path):
+    with _explained(path):
+        if not is_remote(path):
             if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).list()):
                 return path
-        return _newest_in(path, Path(path))
-    batch = batch_in_path(path)
-    if batch is None:
-        return _newest_in(path, local_folder)
-    name, folder = manifest_name(batch), open_store(checkpoint_folder(path))
-    with _explained(path):
-        try:
-            manifest = read_manifest(folder, name)
-        except OSError as error:
-            raise type(error)(f"{first_line(error)}; its manifest is {name}") from error
-        if path.rstrip("/").rpartition("/")[2] != manifest.path:
-            raise ValueError(f"{name} is the manifest of {manifest.path}")
-        download_files(manifest, folder, local_folder)
-    return str(local_folder / manifest.path)
-
-
-def _newest_in(path: str, local_folder: Path) -> str:
-    folder = open_store(path)
-    with _explained(path):
-        manifest = newest_complete(folder, local_folder)
-        if manifest is None:
-            faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
-            raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
+            local_folder = Path(path)
+        batch = batch_in_path(path) if is_remote(path) else None
+        if batch is None:
+            folder = open_store(path)
+            manifest = newest_complete(folder, local_folder)
+            if manifest is None:
+                faults = [
+                    f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)
+                ]
+                raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
+        else:
+            folder, name = open_store(checkpoint_folder(path)), manifest_name(batch)
+            try:
+                manifest = read_manifest(folder, name)
+            except OSError as error:
+                raise type(error)(f"{first_line(error)}; its manifest is {name}") from error
+            if path.rstrip("/").rpartition("/")[2] != manifest.path:
+                raise ValueError(f"{name} is the manifest of {manifest.path}")
+            download_files(manifest, folder, local_folder)
     return str(local_folder / manifest.path)
 
 

@@ -32,7 +32,7 @@ from biphasic.errors import first_line
 from biphasic.storage import Store, StoredFile, file_hash, is_inside, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|(?:-validating)?(?:-rank\d+\.pt$|/))")
-_RANKS = re.compile(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$")
+_RANKS = re.compile(r"(?:__|[-.]rank)(\d+)(?:_\d+\.distcp|\.pt|\.json)$")
 _DOWNLOADS = 8
 """Number of files that are downloaded at the same time: a checkpoint of many ranks has many small files."""
 _log = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """File name of the manifest."""
         return manifest_name(self.batch)
 
     @property
@@ -95,7 +94,7 @@ class Manifest:
 
 
 def read_manifest(folder: Store, name: str) -> Manifest:
-    """Read the file `name`: the manifest of a checkpoint or of a rank's part.
+    """Read the manifest of a checkpoint or of a rank's part.
 
     Raises an OSError if it can't be read, and a ValueError if it is not that manifest, or names a file outside its
     checkpoint, which must not be written or deleted.
@@ -145,7 +144,7 @@ def batch_of(name: str) -> int | None:
 def rank_of(name: str) -> int:
     """Return the rank that writes a checkpoint file; 0 for files without a rank in their name."""
     match = _RANKS.search(name)
-    return 0 if match is None else int(next(number for number in match.groups() if number is not None))
+    return 0 if match is None else int(match[1])
 
 
 def batches_of(entries: Entries) -> list[int]:
@@ -170,8 +169,7 @@ def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[Stor
     `entries` are the folder's, if they have been listed already. Raises an OSError if the folder can't be listed, or a
     checkpoint can't be read. An older one must not take its place: the next attempt to read it may succeed.
     """
-    entries = folder.list() if entries is None else entries
-    for batch in batches_of(entries):
+    for batch in batches_of(entries := folder.list() if entries is None else entries):
         checkpoint = _inspect(folder, entries, batch)
         if checkpoint.error is not None:
             raise type(checkpoint.error)(checkpoint.fault) from checkpoint.error
@@ -245,28 +243,29 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
         raise ValueError(f"{name} would be outside {local_folder}: {file.parent} is a link")
     if is_intact():
         return
-    if Path(source.root).resolve() != local_folder.resolve():
-        try:
-            source.download(name, file)
-        except FileNotFoundError:
-            raise ValueError(f"{name} is missing") from None
-        except OSError as error:
-            raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
-        if is_intact():
-            return
+    if Path(source.root).resolve() == local_folder.resolve():
+        raise ValueError(
+            f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
+        )
+    try:
+        source.download(name, file)
+    except FileNotFoundError:
+        raise ValueError(f"{name} is missing") from None
+    except OSError as error:
+        raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
+    if not is_intact():
         file.unlink()
-    elif not file.is_file():
-        raise ValueError(f"{name} is missing")
-    raise ValueError(f"{name} is damaged: its hash is not the manifest's")
+        raise ValueError(f"{name} is damaged: its hash is not the manifest's")
 
 
 def outdated_checkpoints(
     folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile], branch_points: Sequence[Duration] = ()
 ) -> set[int]:
-    """Return the batches of the complete checkpoints that `remaining_checkpoints` leaves out.
+    """Return the batches of the complete checkpoints that the run deletes: all but the newest `keep` and the kept ones.
 
-    `kept` holds, by name, the manifests of checkpoints that are marked as kept, or were saved at a branch point before it
-    was one. This adds those that it reads, so that each is read once.
+    A negative `keep` keeps all. A checkpoint is kept if its manifest says so, or if it is the first one at one of
+    `branch_points`, which may be newer than the checkpoint. `kept` remembers the manifests of the kept checkpoints, by
+    name and version, so that a later call doesn't read them again.
     """
     complete = list[int]()
     for batch in manifest_batches(entries) if keep >= 0 else ():

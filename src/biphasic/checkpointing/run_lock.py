@@ -22,6 +22,7 @@ LOCK_FILE = "lock.json"
 ATTEMPTS, CLAIMS = "attempts", "claims"
 HEARTBEAT_SECONDS, LEASE_SECONDS = 15.0, 60.0
 """Seconds between two heartbeats, and seconds without a heartbeat after which a lock expires."""
+_OWNER = ("attempt", "host", "pid", "process", "since")
 KILLED = "ended without a message (killed, or its machine was lost)"
 _log = logging.getLogger(__name__)
 
@@ -36,11 +37,9 @@ class RunLock:
     Before writing the lock, each start writes its own claim in `claims/` and lists all claims. Of two simultaneous
     starts, at least the one that writes its claim last sees the other's. The one with the later name withdraws its
     claim and waits; the other one waits for that. So only one of them writes the lock, on any store whose listings show
-    each finished write. A conditional write would need an SDK for each kind of store, and some S3 servers ignore its
-    condition.
+    each finished write. Conditional writes would need an SDK for each kind of store, and some S3 servers ignore them.
 
-    Messages name the YAML key of the destination (`key`), and the one to change in order to run beside the lock's holder
-    (`alternative`).
+    Messages name the YAML key of the destination (`key`), and the one to change to run beside the holder (`alternative`).
 
     Attributes:
         lost: None, or a message that names who took the lock after this process could not write its heartbeat.
@@ -80,8 +79,7 @@ class RunLock:
         """Add to the killed attempt's record how its ranks ended."""
         if self.killed is not None:
             with suppress(OSError):
-                record = {**self.killed, "reason": f"{KILLED}: {cause}"}
-                _write_attempt(open_store(self._destination), record)
+                _write_attempt(open_store(self._destination), {**self.killed, "reason": f"{KILLED}: {cause}"})
 
     def record_start(self, batch: int, tokens: int) -> None:
         """Record the checkpoint that the attempt resumes from."""
@@ -134,7 +132,9 @@ class RunLock:
         while True:
             previous = self._expired_lock(folder)
             folder.write(claim, json_bytes(record))
-            others = _other_claims(folder, record["attempt"])
+            names = [name for name in folder.list(CLAIMS) if name != claim]  # earliest first
+            # One that is missing was withdrawn since it was listed.
+            others = [found for name in names if (found := _read_record(folder, name, set(_OWNER))) is not None]
             if others and others[0]["attempt"] < record["attempt"]:
                 folder.remove([claim])
                 self._wait_for_claim(folder, others[0])
@@ -195,16 +195,16 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
     return [record | lock if record["attempt"] == lock["attempt"] else record for record in records]
 
 
-def _write_attempt(folder: Store, record: dict[str, Any]) -> None:
-    folder.write(f"{ATTEMPTS}/{record['attempt']}.json", json_bytes(record))
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def _write_attempt(folder: Store, record: dict[str, Any]) -> None:
+    folder.write(f"{ATTEMPTS}/{record['attempt']}.json", json_bytes(record))
+
+
 def _read_lock(folder: Store) -> dict[str, Any] | None:
-    return _read_record(folder, LOCK_FILE, {"attempt", "host", "pid", "process", "since", "beat"})
+    return _read_record(folder, LOCK_FILE, {*_OWNER, "beat"})
 
 
 def _read_record(folder: Store, name: str, keys: set[str]) -> dict[str, Any] | None:
@@ -223,14 +223,6 @@ def _read_record(folder: Store, name: str, keys: set[str]) -> dict[str, Any] | N
 
 def _claim(attempt: str) -> str:
     return f"{CLAIMS}/{attempt}.json"
-
-
-def _other_claims(folder: Store, own: str) -> list[dict[str, Any]]:
-    """Return the claims of other starts, earliest name first."""
-    names = [name for name in folder.list(CLAIMS) if name != _claim(own)]
-    # One that is missing was withdrawn since it was listed.
-    claims = (_read_record(folder, name, {"attempt", "host", "pid", "process", "since"}) for name in names)
-    return [claim for claim in claims if claim is not None]
 
 
 def _polls() -> Iterator[None]:

@@ -6,9 +6,9 @@ import copy
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
+from biphasic.checkpointing.rank_group import RankGroup
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.checkpointing.schedule import interval_schedule, progress_after_batch
-from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, RankGroup, StopCoordinator
+from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
-from biphasic.data.streams import RowStream
+from biphasic.config.plan import branch_points
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import Preempted, Unavailable, UserError, first_line
 from biphasic.storage import atomic_path, file_hash, open_store
@@ -42,36 +43,6 @@ _QUIET_SECONDS = 5.0
 """Seconds that the last upload before a stop may take without a message."""
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """What `Run` and `Saver` use of a run's configuration, besides what `ResumeGuard` compares.
-
-    `folder` is the run's own. Checkpoints are saved to `destination`, a folder or bucket prefix, from `local_checkpoints`,
-    which is the same folder if it is local: every `interval`, of which the newest `keep` remain (negative: all), and at
-    `branch_points`, where other runs may start. `validation_interval` is None if the run doesn't validate. `start_from` and
-    `init_from` are the places of another run's checkpoints and of the initial weights. `streams` are all that the run
-    reads, by key. With `has_tracker`, W&B or MLflow asks for `Run.id`.
-    """
-
-    name: str
-    folder: Path
-    destination: str
-    local_checkpoints: Path
-    max_duration: Duration
-    interval: Duration
-    validation_interval: Duration | None
-    keep: int
-    branch_points: tuple[Duration, ...]
-    start_from: str | None
-    init_from: str | None
-    streams: Mapping[str, RowStream]
-    has_tracker: bool
-    webhook: str | None
-    precision: str
-    deterministic: bool
-    seed: int
-
-
 class ShardWriter(FileSystemWriter):
     """PyTorch's writer of sharded checkpoints, which here stores the folder as a string in the checkpoint's index.
 
@@ -80,7 +51,6 @@ class ShardWriter(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder, as a string."""
         return str(self.path)
 
 
@@ -151,25 +121,23 @@ class Saver(Callback):
     Checkpoints have Composer's names and content, so any Composer Trainer can load them. One thread writes the copied
     state to disk, using a separate process group if it is sharded, and another one uploads the files.
 
-    `resume` is the manifest of the checkpoint that the run resumed from, if it did. `describe` returns the `run` entries of
-    a new manifest.
+    `resume` is the manifest of the checkpoint that the run resumed from, if it did. `recorded` holds the `run` entries of
+    manifests that are the same for each checkpoint.
     """
 
     def __init__(
         self,
-        settings: RunSettings,
+        config: PretrainConfig,
         lock: RunLock,
         stopping: StopCoordinator,
         resume: Manifest | None,
-        uploader: Uploader,
-        describe: Callable[[State], dict[str, Any]],
+        recorded: dict[str, Any],
     ):
-        self._lock, self._stopping, self._resume = lock, stopping, resume
-        self._uploader, self._describe = uploader, describe
-        self._local_folder, self._destination = settings.local_checkpoints, settings.destination
-        self._at_interval = interval_schedule(settings.interval, settings.max_duration)
-        self._validates = interval_schedule(settings.validation_interval, settings.max_duration)
-        self._branch_points, self._ranks = settings.branch_points, RankGroup()
+        self._lock, self._stopping, self._resume, self._recorded = lock, stopping, resume, recorded
+        self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
+        self._at_interval = interval_schedule(config.checkpoint.interval, config.max_duration)
+        self._validates, self._branch_points = validation_schedule(config), branch_points(config)
+        self._ranks = RankGroup()
         # PyTorch's writer synchronizes with the thread's current GPU. By default that is GPU 0, where each rank would
         # create a context of half a gigabyte.
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -178,15 +146,22 @@ class Saver(Callback):
         self._fault: str | None = None
         self._saved_batch = None if resume is None else resume.batch
         self._buffer = StagingBuffer()
+        self._uploader = Uploader(
+            self._local_folder,
+            self._destination,
+            config.checkpoint.keep,
+            self._ranks.rank,
+            self._ranks.local_ranks,
+            self._saved_batch or 0,
+            self._branch_points,
+        )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Record the progress; stop the run if its lock was lost or a checkpoint can't be written."""
         self._lock.record_progress(int(state.timestamp.batch), int(state.timestamp.token))
         if (fault := self._lock.lost or self._fault) is not None:
             self._stopping.stop_for_fault(fault)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if a checkpoint is due, and stop if the ranks have agreed to stop."""
         # A run that stops after this batch hasn't validated: the next start does so, and saves again.
         validating = self._stopping.reason is not None and self._validates(state)
         if self._at_interval(state) or self._is_branch_point(state):
@@ -194,7 +169,6 @@ class Saver(Callback):
         self._stop_if_requested(state, logger, validating)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Stop during validation too if the ranks have agreed to stop."""
         self._stop_if_requested(state, logger, validating=True)
 
     def save_after_validation(self, state: State, logger: Logger) -> None:
@@ -210,7 +184,6 @@ class Saver(Callback):
         self._stopping.ranks.on_all_ranks(self._finish)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Stop the background threads."""
         # Don't wait for a write, because it may be waiting for a rank that has exited.
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._uploader.close()
@@ -234,9 +207,7 @@ class Saver(Callback):
             self._wait_for_writer()
             raise UserError(stopping.reason)
         self._save_once(state, logger, validating)
-        self._wait_for_writer()
-        fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
-        stopping.ranks.raise_first(fault)
+        stopping.ranks.on_all_ranks(partial(self._require_written, f"{stopping.reason}: not saved: "))
         # The machine may be switched off before the last upload ends.
         if not self._uploader.wait(_QUIET_SECONDS):
             pending = ", ".join(f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending)
@@ -261,10 +232,13 @@ class Saver(Callback):
         if self._writing is not None:
             self._writing.result()
 
-    def _finish(self) -> None:
+    def _require_written(self, context: str = "") -> None:
         self._wait_for_writer()
         if self._fault is not None:
-            raise UserError(self._fault)
+            raise UserError(f"{context}{self._fault}")
+
+    def _finish(self) -> None:
+        self._require_written()
         if not self._uploader.wait(UPLOAD_TIMEOUT.total_seconds()):
             paths = [manifest.path for manifest in self._uploader.pending]
             raise Unavailable(
@@ -288,6 +262,19 @@ class Saver(Callback):
             self._writing = self._writer.submit(self._write, self._buffer.copy(content), Manifest(batch, path, {}, run))
         blocked = time.perf_counter() - start
         logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
+
+    def _describe(self, state: State) -> dict[str, object]:
+        # The algorithm that knows the phase of the last batch, and when that batch began.
+        tracker: Any = next(algorithm for algorithm in state.algorithms if hasattr(algorithm, "phase_name"))
+        return {
+            **self._recorded,
+            "phase": tracker.phase_name,
+            "tokens": int(state.timestamp.token),
+            "rows": int(state.timestamp.sample),
+            "epochs": progress_after_batch(state).epochs,
+            "last_batch": list(astuple(tracker.last_batch)),
+            "ranks": self._ranks.size,
+        }
 
     def _write(self, content: dict[str, Any], manifest: Manifest) -> None:
         """Write this rank's files and queue them for upload. Runs in the writer's thread."""
@@ -342,3 +329,37 @@ def _cause(error: BaseException) -> BaseException:
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
     return behind or error
+
+
+def interval_schedule(interval: Duration | None, end: Duration) -> Callable[[State], bool]:
+    """Return a function of Composer's state: whether an interval, or the run (`end`), has ended with the last batch.
+
+    It is never so without an interval. Composer's own scheduler rounds shares of a run in another way than `--plan`, and
+    takes none if phases' data differ.
+    """
+    if interval is None:
+        return lambda state: False
+    every = interval.resolve(end)
+
+    def is_due(state: State) -> bool:
+        if state.previous_timestamp is None:
+            return False
+        before, now = TrainingProgress.of(state.previous_timestamp), progress_after_batch(state)
+        passed = now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
+        return passed or now.reached(end)
+
+    return is_due
+
+
+def validation_schedule(config: PretrainConfig) -> Callable[[State], bool]:
+    """Return a function of Composer's state: whether the run validates after the last batch."""
+    interval = config.evaluation.interval or config.max_duration
+    return interval_schedule(None if config.data.validation is None else interval, config.max_duration)
+
+
+def progress_after_batch(state: State) -> TrainingProgress:
+    """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
+    now = TrainingProgress.of(state.timestamp)
+    # Not `state.dataloader`, which is the validation's while it runs.
+    batches: Any = state.train_dataloader
+    return replace(now, epochs=batches.ended_epochs(now.batches))

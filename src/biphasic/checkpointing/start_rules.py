@@ -15,9 +15,8 @@ from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
-from biphasic.config.base import flatten, within
+from biphasic.config.base import within
 from biphasic.config.history import Difference, compare_histories, compare_pasts, is_overridden, phase_paths
-from biphasic.config.load import dump
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
@@ -31,7 +30,7 @@ _PATHS = ("local", "remote", "cache", "folder", "tokenizer", "output", "init_fro
 
 
 class ResumeGuard:
-    """Compares a run with its checkpoints, with other runs and between nodes, by its configuration.
+    """Compares a run with its checkpoints and with other runs, by its configuration.
 
     Methods raise a UserError if the run must not start. `indexes` holds the hash of each training stream's index, by key.
     `overrides` are the keys that a restart may change, though they affect batches that are trained.
@@ -41,21 +40,6 @@ class ResumeGuard:
         self._config = config
         # The data of phases is compared by the hash of its index, as the run's own is.
         self.overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The configuration as checkpoints record it."""
-        return self._config.model_dump(mode="json")
-
-    @property
-    def yaml(self) -> str:
-        """The configuration as the run's folder records it."""
-        return dump(self._config)
-
-    def require_config_of_node_0(self, first: ResumeGuard, node: int) -> None:
-        """Check that a node's configuration is that of the first rank, but for paths."""
-        own, advice = dict(flatten(self._config)), "give all nodes the same YAML and overrides"
-        _require_equal(dict(flatten(first._config)), own, node, advice)
 
     def own_checkpoints(self, checkpoints: Iterable[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
         """Yield the checkpoints in the run's folder. One of another run has a fault instead of its manifest, and is skipped.
@@ -164,13 +148,14 @@ class ResumeGuard:
             if recorded.get(key) != indexes.get(key) and any(within(key, section) for section in begun):
                 yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
 
-    def find_branch_point(self, path: str) -> tuple[str, Manifest]:
+    def find_branch_point(self) -> tuple[str, Manifest]:
         """Find the newest complete checkpoint of another run whose past is this run's own past.
 
-        `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it.
-        Returns that folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where
-        the runs differ and which checkpoints there are.
+        `start_from` is a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it. Returns that
+        folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where the runs
+        differ and which checkpoints there are.
         """
+        path = self._config.start_from or ""
         folder, batch = checkpoint_folder(path), batch_in_path(path)
         end, complete, unusable, difference = self._config.max_duration, list[str](), list[str](), None
         with user_errors(f"start_from: {path}: can't be read"):
@@ -204,8 +189,8 @@ class ResumeGuard:
         elif unusable:
             reason = f"no usable checkpoint there ({_shortened(unusable)})"
         else:
-            reason = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
-            reason += "; expected a complete checkpoint"
+            missing = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
+            reason = f"{missing}; expected a complete checkpoint"
         raise UserError(f"start_from: {path}: {reason}")
 
     def plan_start(self) -> StartPlan:
@@ -225,7 +210,7 @@ class ResumeGuard:
             return StartPlan(problem=str(error), refused=True)
         try:
             if config.start_from is not None:
-                folder, manifest = self.find_branch_point(config.start_from)
+                folder, manifest = self.find_branch_point()
                 path, name = join(folder, manifest.path), manifest.run["name"]
                 return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
         except UserError as error:
@@ -244,12 +229,8 @@ def recorded_config(manifest: Manifest) -> PretrainConfig:
         raise UserError(f"{manifest.name}: the run's configuration can't be read ({where}: {fault['msg']})") from None
 
 
-def require_rows_of_node_0(first: Mapping[str, str], indexes: Mapping[str, str], node: int) -> None:
-    """Check that a node's datasets are those of the first rank, by the hashes of their indexes. Raises a UserError."""
-    _require_equal(first, indexes, node, "the rows are not the same")
-
-
-def _require_equal(first: Mapping[str, Any], own: Mapping[str, Any], node: int, advice: str) -> None:
+def require_same(first: Mapping[str, Any], own: Mapping[str, Any], node: int, advice: str) -> None:
+    """Check that a node's values are those of the first rank, but for paths. Raises a UserError."""
     for key in dict.fromkeys([*own, *first]):
         here, there = own.get(key, "not given"), first.get(key, "not given")
         if key.rpartition(".")[2] in _PATHS:

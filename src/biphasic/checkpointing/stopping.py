@@ -6,96 +6,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist
 
+from biphasic.checkpointing.rank_group import TIMEOUT, RankGroup
 from biphasic.data.loader_signals import keep_loaders, release_loaders
-from biphasic.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
 """Seconds in which a repeated signal is ignored: one to a process group arrives twice, as the launcher forwards it."""
-_TIMEOUT = timedelta(minutes=30)
 UPLOAD_TIMEOUT = timedelta(minutes=15)
 """How long a run waits at its end for uploads, e.g. if the bucket can't be reached."""
-T = TypeVar("T")
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
-
-
-class RankGroup:
-    """A gloo process group of all ranks for collectives on CPU tensors, separate from the training's process group.
-
-    A rank may wait for the others longer than in training (`timeout`), because one may be downloading a checkpoint.
-    `is_first` says whether this is rank 0, and `local_ranks` are the ranks of this node.
-    """
-
-    def __init__(self, timeout: timedelta = _TIMEOUT):
-        self.rank, self.local_rank, self.size = dist.get_global_rank(), dist.get_local_rank(), dist.get_world_size()
-        self.is_first, self.node, first = self.rank == 0, dist.get_node_rank(), self.rank - self.local_rank
-        self.local_ranks = range(first, first + dist.get_local_world_size())
-        self.group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
-        """None for a single process."""
-
-    def maximum(self, value: int) -> int:
-        """Return the maximum of all ranks' values."""
-        if self.group is None:
-            return value
-        maximum = torch.tensor([value], dtype=torch.int32)
-        torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=self.group)
-        return int(maximum.item())
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, value, group=self.group)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on all ranks."""
-        if self.group is None:
-            return value
-        # Not `all_gather`: a manifest lists a file for each rank, so memory would grow with the square of the ranks.
-        values: list[Any] = [value if self.is_first else None]
-        torch.distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
-        return values[0]
-
-    def raise_first(self, fault: UserError | None) -> None:
-        """Raise the fault of the lowest rank that has one, on all ranks."""
-        for first in self.all_gather(fault):
-            if first is not None:
-                raise first
-
-    def on_all_ranks(self, action: Callable[[], object]) -> None:
-        """Run a function. A UserError on any rank is raised on all of them."""
-        fault = None
-        try:
-            action()
-        except UserError as error:
-            fault = error
-        self.raise_first(fault)
-
-    def once_per_machine(self, action: Callable[[], object]) -> None:
-        """Run a function on local rank 0 of each node while all ranks wait. A UserError on any node is raised on all."""
-        self.on_all_ranks(action if self.local_rank == 0 else lambda: None)
-
-    def on_first_rank(self, action: Callable[[], T]) -> T:
-        """Run a function on rank 0 while all ranks wait. Return its value, or raise its UserError, on all ranks."""
-        values = list[T]()
-        self.on_all_ranks(lambda: values.append(action()) if self.is_first else None)
-        return self.broadcast(values[0] if values else None)
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self.maximum(0)
 
 
 class StopCoordinator(Callback):
@@ -120,7 +45,7 @@ class StopCoordinator(Callback):
         self._requested_at = 0.0
         self._signalled_at: float | None = None
         """When this rank received its first signal; None before."""
-        self.ranks = RankGroup(_TIMEOUT + UPLOAD_TIMEOUT)
+        self.ranks = RankGroup(TIMEOUT + UPLOAD_TIMEOUT)
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
 
@@ -130,7 +55,6 @@ class StopCoordinator(Callback):
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def restore_handlers(self) -> None:
-        """Restore the signal handlers that were installed before."""
         release_loaders()
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set handlers, and the process is about to end
@@ -144,7 +68,6 @@ class StopCoordinator(Callback):
         self._request = (_FAULT, reason)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Agree with the other ranks whether to stop."""
         if self.reason is not None or not self.ranks.maximum(self._request[0]):
             return
         code, self.reason = max(self.ranks.all_gather(self._request), key=lambda request: request[0])

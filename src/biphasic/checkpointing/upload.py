@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointUpload:
-    """Uploads one rank's part of a checkpoint, the files in its manifest. A failed step resumes when it is repeated."""
+    """Uploads one rank's part of a checkpoint: the files in its manifest. After an error it goes on where it was."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
@@ -63,8 +63,7 @@ class CheckpointUpload:
     def complete(self, destination: Store) -> bool:
         """Write the checkpoint's manifest if all ranks have uploaded their parts. Return whether it is complete.
 
-        It is called for rank 0's part, and reads only the ranks' manifests that it has not read before. Raises an OSError
-        if the destination can't be reached.
+        It is called for rank 0's part. Raises an OSError if the destination can't be reached.
         """
         while self._unread:
             try:
@@ -86,15 +85,14 @@ class CheckpointUpload:
 class Uploader:
     """Stores checkpoints where the run saves, in a background thread, oldest first.
 
-    Files are uploaded to a bucket; in a local folder they only get their manifest, which rank 0 writes at the end.
-
-    Training never waits for other ranks: each rank uploads a manifest of its own files, and only rank 0's thread waits
-    for these. If the destination can't be reached, uploads are retried with growing pauses.
+    Each rank uploads its files and then a manifest of them. Rank 0's thread waits for the manifests of all ranks, writes
+    the checkpoint's manifest, and deletes outdated checkpoints. In a local folder the files are in place already. Failed
+    uploads are repeated after growing pauses; training waits for none of this.
 
     `destination` is the node's `local_folder`, or the bucket prefix that the run saves to. The newest `keep` checkpoints are
-    kept there, besides those marked as kept and those at `branch_points`; negative: all. `local_ranks` are the ranks on this
-    node, in order. `resumed` is the batch from which the run resumed. `pending` holds the checkpoints that are not uploaded
-    yet.
+    kept there (negative: all), and those that are marked as kept or are at `branch_points`. `local_ranks` are the ranks on
+    this node, in order. `resumed` is the batch from which the run resumed. `pending` holds the checkpoints that are not
+    uploaded yet.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class Uploader:
         self._thread.start()
 
     def add(self, manifest: Manifest) -> None:
-        """Queue this rank's files of a checkpoint."""
         self.pending.append(manifest)
         self._queue.put(manifest)
 
@@ -194,19 +191,15 @@ class Uploader:
         """
         local_folder = open_store(str(self._local_folder))
         pending = {name for manifest in list(self.pending) for name in manifest.files}
-        is_first = self._rank == self._local_ranks[0]
-        old = [
-            name
-            for name in local_folder.list()
-            if (batch := batch_of(name)) is not None
-            and (batch < uploaded.batch or is_replaced(name, uploaded))
-            and name not in pending
-            and (
-                rank_of(name) == self._rank
-                or (is_first and batch <= self._resumed and rank_of(name) not in self._local_ranks)
-            )
-        ]
-        local_folder.remove([*old, rank_manifest_name(uploaded.batch, self._rank)])
+        old = [rank_manifest_name(uploaded.batch, self._rank)]
+        for name in local_folder.list():
+            batch, rank = batch_of(name), rank_of(name)
+            if batch is None or name in pending or not (batch < uploaded.batch or is_replaced(name, uploaded)):
+                continue
+            was_downloaded = batch <= self._resumed and rank not in self._local_ranks
+            if rank == self._rank or (was_downloaded and self._rank == self._local_ranks[0]):
+                old.append(name)
+        local_folder.remove(old)
 
 
 def write_manifest(manifest: Manifest, destination: Store) -> None:
