@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.storage import open_store, parquet_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from biphasic.signals import die_with_parent
+from biphasic.processes import die_with_parent
 
 CORES = len(os.sched_getaffinity(0))
 AT_ONCE = min(2, CORES)

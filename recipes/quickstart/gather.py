@@ -36,7 +36,7 @@ from typing import Any
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
 from biphasic.downstream.writer import TASK_RECORD
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.storage import json_bytes, open_store, parquet_bytes
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"

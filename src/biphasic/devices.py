@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 
 if TYPE_CHECKING:
     import torch
@@ -23,15 +23,13 @@ _FULL_GPU = re.compile(
     r"(CUDA|HIP) error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory|(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|"
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-"""Messages of CUDA, HIP, Triton's driver, cuBLAS and cuDNN."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def set_allocators() -> None:
-    """Configure PyTorch's memory allocator, unless the environment has `PYTORCH_ALLOC_CONF` or one of its older names.
+    """Set PyTorch's memory allocator, which it reads when it is imported, unless the environment has done so.
 
-    PyTorch reads the variable when it is imported. Expandable segments of GPU memory cause less fragmentation, but
-    WSL's driver fails on them.
+    Expandable segments of GPU memory cause less fragmentation, but WSL's driver fails on them.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -133,12 +131,9 @@ def use_all_gpus(arguments: list[str]) -> None:
 # TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16, and in fp32 without tensor cores
 # (PyTorch's default). The first pattern that a device's name contains is used, so longer names come first.
 #
-# Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. Hopper: the
-# H100, H200, GH200 and H800 data sheets (an NVL card has 1,671, a PCIe card 1,513, SXM 1,979, with sparsity). Blackwell: the
-# HGX B200 and HGX B300 data sheets (for 8 GPUs: 36,000 with sparsity, and 600 in fp32), GB200 NVL72 and GB300 NVL72 (a GPU:
-# 5,000 with sparsity, and 80). RTX PRO 6000: 4 times its fp32 rate (126; Server Edition 120, Max-Q 110), where GeForce cards
-# of the same generation have 2 times. RTX 6000 Ada: 1,457 in fp8 with sparsity, and 91.1 in fp32. An AMD MI250X has half of
-# its data sheet's, because a device is one of its two dies.
+# Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. A GPU's share of
+# the HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72. RTX PRO 6000: 4 times its fp32 rate, where GeForce cards of the same
+# generation have 2 times. RTX 6000 Ada: a quarter of its fp8 rate with sparsity. MI250X: half, since a device is one of two dies.
 _PEAKS = {
     "H200 NVL|H100 NVL": (835.5, 60.0),
     "H100 PCIe|H800 PCIe": (756.0, 51.2),

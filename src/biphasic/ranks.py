@@ -23,7 +23,7 @@ from threading import Event, Lock, Thread, Timer
 from typing import Any, TextIO
 
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, Unavailable, UserError, first_line, is_lost_rank
-from biphasic.limits import raise_file_limit
+from biphasic.processes import raise_file_limit
 
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
 """Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); the

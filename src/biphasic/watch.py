@@ -25,8 +25,8 @@ from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfi
 from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError, first_line
+from biphasic.processes import die_with_parent, noted_signals
 from biphasic.ranks import FAILED, INTERRUPTED
-from biphasic.signals import die_with_parent, noted_signals
 from biphasic.storage import Store, is_remote, is_unreachable, json_bytes, open_store, user_error
 from biphasic.training.loggers import log_scores
 from biphasic.training.metrics_file import SCORES

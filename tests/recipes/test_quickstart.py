@@ -267,7 +267,7 @@ def test_fine_tuning_reads_every_package_that_it_imports(monkeypatch: pytest.Mon
     imported = {Path(file).relative_to(ROOT / "src/biphasic").parts[0] for file in printed.split()}
     # These don't decide what is trained and scored; the first four are imported by what other jobs use.
     others = {"checkpointing", "conversion", "objectives", "workers", "amounts.py", "devices.py", "errors.py",
-              "limits.py", "provenance.py", "quiet.py", "ranks.py", "signals.py", "storage", "versions.py"}  # fmt: skip
+              "processes.py", "provenance.py", "quiet.py", "ranks.py", "storage", "versions.py"}  # fmt: skip
     assert imported - others == {Path(name).name for name in quickstart.FINETUNING} - {"main.py"}
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.storage import is_unreachable, open_store
-from biphasic.storage.filesystems import filesystem
+from biphasic.storage import filesystem, is_unreachable, open_store
 from helpers.https_server import serve_https, serve_proxy
 from helpers.ports import free_port
 from helpers.s3_server import CREDENTIALS

@@ -24,8 +24,8 @@ from biphasic.storage import (
     LocalStore,
     Store,
     atomic_path,
+    buckets,
     file_hash,
-    filesystems,
     is_folder,
     is_unreachable,
     open_store,
@@ -187,7 +187,7 @@ def test_an_unsupported_scheme_is_refused(path: str) -> None:
 @pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "az://bucket/x"])
 def test_a_store_that_does_not_answer_is_unreachable(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(filesystems, "_GCS_RETRIES", timedelta(seconds=1))
+    monkeypatch.setattr(buckets, "_GCS_RETRIES", timedelta(seconds=1))
     for name, value in {
         **CREDENTIALS,
         "AWS_MAX_ATTEMPTS": "1",

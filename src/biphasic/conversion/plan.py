@@ -22,7 +22,7 @@ from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.packing import token_dtype
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.storage import glob_pattern, is_remote
 from biphasic.storage.hub import UNREACHABLE, is_made_by_jobs, why_missing
 

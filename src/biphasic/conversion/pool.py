@@ -17,7 +17,7 @@ from biphasic.conversion.source_files import DamagedFileError
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit
 from biphasic.conversion.worker import Report, convert_unit
 from biphasic.errors import UserError
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.workers import open_workers
 from biphasic.workers.group import WorkerGroup
 

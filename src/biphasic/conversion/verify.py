@@ -22,7 +22,7 @@ from biphasic.data.packing import mds_columns
 from biphasic.data.streams import CONVERSION_RECORD, INDEX
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError, first_line
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.storage import Store, is_inside, join, open_store, user_errors
 from biphasic.workers.local import parallel_map
 

@@ -7,7 +7,7 @@ import mmap
 import os
 import signal
 
-from biphasic.signals import die_with_parent
+from biphasic.processes import die_with_parent
 
 _exit_on_sigterm = mmap.mmap(-1, 1)
 """Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""

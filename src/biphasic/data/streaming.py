@@ -23,7 +23,7 @@ from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
 from biphasic.errors import UserError, first_line, is_lost_rank
-from biphasic.limits import require_short_temporary_folder
+from biphasic.processes import require_short_temporary_folder
 from biphasic.storage import user_error
 from biphasic.versions import require_form
 

@@ -28,7 +28,7 @@ from biphasic.data.streams import INDEX
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.limits import available_cores
+from biphasic.processes import available_cores
 from biphasic.storage import join, open_store, user_errors
 from biphasic.workers.local import parallel_map
 

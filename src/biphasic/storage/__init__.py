@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from posixpath import join
 
-from biphasic.storage.buckets import ArrowStore, S3Store, is_unreachable, user_error, user_errors
-from biphasic.storage.filesystems import azure_account, filesystem
+from biphasic.storage.buckets import (
+    ArrowStore,
+    S3Store,
+    azure_account,
+    filesystem,
+    is_unreachable,
+    user_error,
+    user_errors,
+)
 from biphasic.storage.local import (
     LOCK_FILE,
     LocalStore,

@@ -1,4 +1,4 @@
-"""Read and write files in buckets, with the same methods as `LocalStore`."""
+"""Read and write files in buckets: pyarrow's file systems, stores with the methods of `LocalStore`, and their errors."""
 
 from __future__ import annotations
 
@@ -9,38 +9,239 @@ import re
 import shutil
 import socket
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS, endpoint, filesystem, region
 from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import StoredFile, UnreachableError, require_inside
+from biphasic.storage.paths import PASSWORD, StoredFile, UnreachableError, is_remote, require_inside, without_password
 
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+_ATTEMPTS, _CONNECT_SECONDS, _READ_SECONDS = 10, 10, 60
+_GCS_RETRIES = timedelta(seconds=60)
+"""Google's default is 15 minutes, during which a starting run would print nothing."""
 _DELETIONS = 16
 """Number of objects that are deleted at the same time."""
+_CONNECTIONS = 96
+"""Connections of a client. Several threads use it, with ten connections for each large file."""
 _BUSY = (408, 429)
 _BUSY_MESSAGE = re.compile(
     r"^(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
     r"|Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))"
 )
 """The messages of Google's and Azure's libraries. Brackets without a code mean that no response arrived."""
-_CONNECTIONS = 96
-"""Connections of a client. Several threads use it, with ten connections for each large file."""
 
 
-class _BucketStore(ABC):
-    """Base class of bucket stores. `move` uploads a file from a temporary folder and deletes the local file."""
+def filesystem(path: str) -> tuple[FileSystem, str]:
+    """Return the pyarrow file system for `path`, and the path within it.
 
+    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set, and `gs://` the one in
+    STORAGE_EMULATOR_HOST. `az://container/…` uses the account in AZURE_ACCOUNT_NAME (`azure_account`). `oci://` and
+    `hf://` use fsspec. Raises a UserError if the URL's scheme is not supported, or its package is not installed.
+    """
+    from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
+
+    if not is_remote(path):
+        return LocalFileSystem(), path
+    scheme, _, name = without_password(path).partition("://")
+    if scheme == "s3":
+        return _s3(_endpoint(), name.partition("/")[0]), name
+    if scheme == "gs":
+        return _gcs(os.environ.get("STORAGE_EMULATOR_HOST")), name
+    if scheme == "az":
+        return _azure(azure_account()), name
+    if scheme not in ("oci", "hf"):
+        urls = "a local path, s3://, gs://, az://, oci:// or hf://"
+        raise UserError(f"{path}: {scheme}:// is not supported; expected {urls}")
+    import fsspec
+
+    try:
+        system = fsspec.filesystem(scheme)
+    except (ImportError, ValueError) as error:
+        message = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
+        raise UserError(f"{path}: {message}") from None
+    return PyFileSystem(FSSpecHandler(system)), name
+
+
+def _endpoint() -> str | None:
+    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable.
+
+    Raises a UserError if it holds a user and a password, or has no scheme.
+    """
+    for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
+        if url := os.environ.get(variable):
+            if PASSWORD.match(url):
+                raise UserError(
+                    f"{variable}: expected an address without user and password, which error messages would show"
+                )
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"{variable}: expected an address that begins with http:// or https://")
+            return url
+    return None
+
+
+def _region() -> str | None:
+    """Return the region of S3 buckets from the environment. Stores other than Amazon's need one, but any will do."""
+    default = "us-east-1" if _endpoint() else None
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or default
+
+
+def _attempts() -> int:
+    return int(os.environ.get("AWS_MAX_ATTEMPTS", _ATTEMPTS))
+
+
+def _s3_client(**settings: Any) -> Any:
+    """Return boto3's client. It retries with backoff and jitter (AWS_MAX_ATTEMPTS, AWS_RETRY_MODE)."""
+    from botocore.config import Config
+
+    retries: Any = {"total_max_attempts": _attempts(), "mode": os.environ.get("AWS_RETRY_MODE", "standard")}
+    timeouts: Any = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+    config = Config(retries=retries, **timeouts, **settings)
+    return _session().client("s3", endpoint_url=_endpoint(), region_name=_region(), config=config)
+
+
+@functools.cache
+def _session() -> Any:
+    import boto3
+    import botocore.session
+
+    core = botocore.session.get_session()
+    # Times stay text, since dateutil's parser would take most of a long listing's time.
+    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    return boto3.Session(botocore_session=core)
+
+
+@lru_cache
+def _s3(endpoint: str | None, bucket: str) -> FileSystem:
+    """Return the file system of a bucket, with the proxy and the certificates that boto3 takes from the environment."""
+    from botocore.httpsession import ProxyConfiguration
+    from botocore.utils import get_environ_proxies
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+    settings: dict[str, Any] = {
+        "connect_timeout": _CONNECT_SECONDS,
+        "request_timeout": _READ_SECONDS,
+        "retry_strategy": AwsStandardS3RetryStrategy(_attempts()),
+    }
+    if endpoint is None:
+        settings["region"] = _bucket_region(bucket)
+        url = f"https://{bucket}.s3.{settings['region']}.amazonaws.com"
+    else:
+        parts, url = urlsplit(endpoint), endpoint
+        # Without a region, pyarrow would ask AWS for the bucket's region.
+        settings |= {"region": _region(), "endpoint_override": parts.netloc + parts.path, "scheme": parts.scheme}
+    if proxy := ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url):
+        settings["proxy_options"] = proxy
+    if certificates := os.environ.get("AWS_CA_BUNDLE"):
+        settings["tls_ca_file_path"] = certificates
+    return S3FileSystem(**settings)
+
+
+def _bucket_region(bucket: str) -> str | None:
+    """Return the region of one of Amazon's buckets, since pyarrow doesn't follow a redirect to it.
+
+    Amazon names it to anyone who asks for the bucket, also in an answer that refuses access.
+    """
+    from botocore import UNSIGNED
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        answer = _s3_client(signature_version=UNSIGNED).head_bucket(Bucket=bucket)
+    except ClientError as error:
+        answer: Any = error.response
+    except BotoCoreError as error:
+        raise OSError(str(error)) from error
+    return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region") or _region()
+
+
+@lru_cache
+def _gcs(emulator: str | None) -> FileSystem:
+    from pyarrow.fs import GcsFileSystem
+
+    if emulator is None:
+        return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
+    # Google's clients for other languages expect the variable without a scheme.
+    parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
+    return GcsFileSystem(
+        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
+    )
+
+
+@dataclass(frozen=True)
+class AzureAccount:
+    """A storage account: its name, the URL of its blobs, and its key (None: the SDK's default credential chain)."""
+
+    name: str
+    url: str
+    key: str | None = field(repr=False)
+
+
+def azure_account() -> AzureAccount:
+    """Return the storage account of `az://`, from the environment.
+
+    AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY are Streaming's variables. AZURE_STORAGE_SERVICE_ENDPOINT, the Azure
+    CLI's, is the URL of an account elsewhere: another cloud, a private endpoint or an emulator. Raises a UserError if
+    there is no AZURE_ACCOUNT_NAME.
+    """
+    name = os.environ.get("AZURE_ACCOUNT_NAME")
+    if name is None:
+        raise UserError("az://: AZURE_ACCOUNT_NAME is not set in the environment")
+    url = os.environ.get("AZURE_STORAGE_SERVICE_ENDPOINT") or f"https://{name}.blob.core.windows.net"
+    return AzureAccount(name, url.rstrip("/"), os.environ.get("AZURE_ACCOUNT_ACCESS_KEY"))
+
+
+@lru_cache
+def _azure(account: AzureAccount) -> FileSystem:
+    from pyarrow.fs import AzureFileSystem
+
+    parts = urlsplit(account.url)
+    # `account.blob.core.windows.net`: pyarrow puts the account's name before an authority that begins with a dot.
+    # Otherwise the account is the first part of the path, which pyarrow adds too.
+    authority = parts.netloc.removeprefix(account.name) if parts.netloc.startswith(f"{account.name}.") else parts.netloc
+    return AzureFileSystem(
+        account_name=account.name,
+        account_key=account.key,
+        blob_storage_authority=authority,
+        blob_storage_scheme=parts.scheme,
+        dfs_storage_authority=authority.replace(".blob.", ".dfs.", 1),
+        dfs_storage_scheme=parts.scheme,
+    )
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Convert boto3's and pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (OSError, ArrowException, ClientError, Boto3Error, BotoCoreError) as error:
+        google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
+        message = str(error) if google is None else google[1]
+        busy = _BUSY_MESSAGE.search(message) is not None or (not isinstance(error, OSError) and is_unreachable(error))
+        if isinstance(error, OSError) and google is None and not busy:
+            raise
+        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
+        missing = isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound")
+        raise (FileNotFoundError if missing else UnreachableError if busy else OSError)(message) from error
+
+
+class _BucketStore:
     _prefix: str
 
-    @abstractmethod
-    def upload(self, file: Path, name: str) -> None: ...
+    def upload(self, file: Path, name: str) -> None:
+        raise NotImplementedError
 
     def move(self, file: Path, name: str) -> None:
         self.upload(file, name)
@@ -62,82 +263,66 @@ class _BucketStore(ABC):
 
 
 class S3Store(_BucketStore):
-    """A prefix in an S3 bucket. boto3 retries with backoff and jitter (AWS_MAX_ATTEMPTS, AWS_RETRY_MODE)."""
+    """A prefix in an S3 bucket, accessed through boto3."""
 
     def __init__(self, root: str):
-        from botocore.config import Config
-
         self.root = root.rstrip("/")
         self._bucket, _, self._prefix = self.root.removeprefix("s3://").partition("/")
-        self._attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))
-        retries: dict[str, Any] = {"total_max_attempts": self._attempts}
-        retries["mode"] = os.environ.get("AWS_RETRY_MODE", "standard")
         # boto3 would add checksums that other stores than Amazon's may not know, over HTTPS behind a content whose length
         # it doesn't send.
-        required = "when_required" if endpoint() else None
-        sent = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", required)
-        checked = os.environ.get("AWS_RESPONSE_CHECKSUM_VALIDATION", required)
+        required = "when_required" if _endpoint() else None
         with _as_os_error():
-            self._client: Any = _session().client(
-                "s3",
-                endpoint_url=endpoint(),
-                region_name=region(),
-                config=Config(
-                    retries=retries,
-                    connect_timeout=CONNECT_SECONDS,
-                    read_timeout=READ_SECONDS,
-                    max_pool_connections=_CONNECTIONS,
-                    request_checksum_calculation=sent,
-                    response_checksum_validation=checked,
-                ),  # pyright: ignore[reportArgumentType]
+            self._client = _s3_client(
+                max_pool_connections=_CONNECTIONS,
+                request_checksum_calculation=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", required),
+                response_checksum_validation=os.environ.get("AWS_RESPONSE_CHECKSUM_VALIDATION", required),
             )
 
+    @_as_os_error()
     def list(self, below: str = "") -> dict[str, StoredFile]:
         prefix = self._key(below).rstrip("/")
         listing = self._client.get_paginator("list_objects_v2")
         pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "")
-        with _as_os_error():
-            objects = [item for page in pages for item in page.get("Contents", [])]
         files = {
             posixpath.relpath(item["Key"], self._prefix or "."): StoredFile(item["Size"], item["ETag"].strip('"'))
-            for item in objects
+            for page in pages
+            for item in page.get("Contents", [])
             if not item["Key"].endswith("/")
         }
         return dict(sorted(files.items()))
 
     def stat(self, name: str) -> StoredFile | None:
-        try:
-            with _as_os_error():
-                head = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
-        except FileNotFoundError:
-            return None
-        return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
+        with suppress(FileNotFoundError), _as_os_error():
+            head = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
+            return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
+        return None
 
+    @_as_os_error()
     def read(self, name: str) -> bytes:
-        """boto3 retries requests, but not a response that breaks off."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         attempt = 1
-        with _as_os_error():
-            while True:
-                body = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
-                try:
-                    return body.read()
-                except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
-                    if attempt >= self._attempts:
-                        raise
-                    attempt += 1
+        while True:
+            body = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
+            try:
+                return body.read()
+            # boto3 retries requests, but not a response that breaks off.
+            except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
+                if attempt >= _attempts():
+                    raise
+                attempt += 1
 
+    @_as_os_error()
     def write(self, name: str, content: bytes) -> None:
-        with _as_os_error():
-            self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
+        self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
 
+    @_as_os_error()
     def upload(self, file: Path, name: str) -> None:
-        with _as_os_error():
-            self._client.upload_file(str(file), self._bucket, self._key(name))
+        self._client.upload_file(str(file), self._bucket, self._key(name))
 
+    @_as_os_error()
     def download(self, name: str, file: Path) -> None:
-        with atomic_path(file) as partial, _as_os_error():
+        with atomic_path(file) as partial:
             self._client.download_file(self._bucket, self._key(name), str(partial))
 
     def remove(self, names: Iterable[str]) -> None:
@@ -157,112 +342,68 @@ class ArrowStore(_BucketStore):
     No folders are made: buckets need none, and pyarrow would also make a bucket that does not exist.
     """
 
+    @_as_os_error()
     def __init__(self, root: str):
         self.root = root.rstrip("/")
-        with _as_os_error():
-            self._system, name = filesystem(self.root)
+        self._system, name = filesystem(self.root)
         self._prefix = name.rstrip("/")
 
+    @_as_os_error()
     def list(self, below: str = "") -> dict[str, StoredFile]:
         from pyarrow.fs import FileSelector, FileType
 
         selector = FileSelector(self._key(below).rstrip("/"), recursive=True, allow_not_found=True)
-        with _as_os_error():
-            infos = self._system.get_file_info(selector)
+        infos = self._system.get_file_info(selector)
         files = {posixpath.relpath(info.path, self._prefix): info for info in infos if info.type == FileType.File}
-        if not files:
-            self._require_bucket()
+        scheme, _, path = self.root.partition("://")
+        if not files and scheme in ("gs", "az"):  # pyarrow lists a bucket that does not exist as if it were empty
+            bucket = path.partition("/")[0]
+            try:
+                self._system.get_file_info(FileSelector(bucket))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"the bucket {bucket} does not exist") from error
         return {name: _described_file(info) for name, info in sorted(files.items())}
 
+    @_as_os_error()
     def stat(self, name: str) -> StoredFile | None:
         from pyarrow.fs import FileType
 
-        with _as_os_error():
-            [info] = self._system.get_file_info([self._key(name)])
+        [info] = self._system.get_file_info([self._key(name)])
         return _described_file(info) if info.type == FileType.File else None
 
+    @_as_os_error()
     def read(self, name: str) -> bytes:
-        with _as_os_error(), self._system.open_input_file(self._key(name)) as file:
+        with self._system.open_input_file(self._key(name)) as file:
             return file.read()
 
+    @_as_os_error()
     def write(self, name: str, content: bytes) -> None:
         """The object becomes visible when its stream is closed."""
-        with _as_os_error(), self._system.open_output_stream(self._key(name)) as file:
+        with self._system.open_output_stream(self._key(name)) as file:
             file.write(content)
 
+    @_as_os_error()
     def upload(self, file: Path, name: str) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
-        with _as_os_error():
-            copy_files(str(file), self._key(name), LocalFileSystem(), self._system)
+        copy_files(str(file), self._key(name), LocalFileSystem(), self._system)
 
+    @_as_os_error()
     def download(self, name: str, file: Path) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
-        with atomic_path(file) as partial, _as_os_error():
+        with atomic_path(file) as partial:
             copy_files(self._key(name), str(partial), self._system, LocalFileSystem())
 
+    @_as_os_error()
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             if self.stat(name) is not None:
-                with _as_os_error():
-                    self._system.delete_file(self._key(name))
-
-    def _require_bucket(self) -> None:
-        """Refuse a bucket that does not exist, which pyarrow lists as if it were empty."""
-        from pyarrow.fs import FileSelector
-
-        scheme, _, path = self.root.partition("://")
-        if scheme in ("gs", "az"):
-            with _as_os_error():
-                try:
-                    self._system.get_file_info(FileSelector(path.partition("/")[0]))
-                except FileNotFoundError as error:
-                    raise FileNotFoundError(f"the bucket {path.partition('/')[0]} does not exist") from error
+                self._system.delete_file(self._key(name))
 
 
 def _described_file(info: Any) -> StoredFile:
     return StoredFile(info.size, f"mtime:{info.mtime_ns}")
-
-
-@functools.cache
-def _session() -> Any:
-    """Return this process's boto3 session, without dateutil's parser, which takes most of a long listing's time."""
-    import boto3
-    import botocore.session
-
-    core = botocore.session.get_session()
-    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time)
-    return boto3.Session(botocore_session=core)
-
-
-def _time(text: Any) -> datetime:
-    from botocore.utils import parse_timestamp
-
-    try:
-        return datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return parse_timestamp(text)
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Convert boto3's and pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (OSError, ArrowException, ClientError, Boto3Error, BotoCoreError) as error:
-        google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
-        message = str(error) if google is None else google[1]
-        busy = _BUSY_MESSAGE.search(message) is not None or (not isinstance(error, OSError) and is_unreachable(error))
-        if isinstance(error, OSError) and google is None and not busy:
-            raise
-        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
-        missing = isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound")
-        raise (FileNotFoundError if missing else UnreachableError if busy else OSError)(message) from error
 
 
 def is_unreachable(error: BaseException | None) -> bool:

@@ -53,7 +53,6 @@ class LocalStore:
         return _stat(self._path(name))
 
     def read(self, name: str) -> bytes:
-        """Return a file's content."""
         return self._path(name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
@@ -89,13 +88,10 @@ class LocalStore:
         for name in names:
             path = self._own_path(name)
             path.unlink(missing_ok=True)
-            for folder in path.parents:
-                if folder == self._folder:
-                    break
-                try:
-                    folder.rmdir()
-                except OSError:  # not empty, or another process has removed it
-                    break
+            folders = path.relative_to(self._folder).parents
+            with suppress(OSError):  # a folder is not empty, or another process has removed it
+                for folder in [*folders][:-1]:
+                    (self._folder / folder).rmdir()
 
     def scratch(self) -> Path:
         """Create an empty local folder for files to `move` into the store. Here, `move` is a rename."""

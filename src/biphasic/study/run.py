@@ -22,7 +22,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor, StudyConfig, overrides_of
 from biphasic.durations import Duration
 from biphasic.errors import PREEMPTED, UserError
-from biphasic.signals import noted_signals
+from biphasic.processes import noted_signals
 from biphasic.storage import is_remote, open_store
 from biphasic.study.stages import check_stages
 from biphasic.study.state import RUN_FILE, is_ready, read_states, starting_run

@@ -20,7 +20,7 @@ from biphasic.checkpointing.run_lock import RunLock
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import Preempted, UserError, first_line
-from biphasic.signals import noted_signals
+from biphasic.processes import noted_signals
 from biphasic.storage import Store, open_store
 from biphasic.sweep.grid import (
     TRIAL_MODULE,

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.limits import available_cores, raise_file_limit, require_short_temporary_folder
+from biphasic.processes import available_cores, raise_file_limit, require_short_temporary_folder
 from biphasic.workers.group import WorkerGroup
 from biphasic.workers.resources import visible_gpus
 
