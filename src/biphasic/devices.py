@@ -131,9 +131,9 @@ def use_all_gpus(arguments: list[str]) -> None:
 # TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16, and in fp32 without tensor cores
 # (PyTorch's default). The first pattern that a device's name contains is used, so longer names come first.
 #
-# Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. A GPU's share
-# of the HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72. RTX PRO 6000: 4 times its fp32 rate, where GeForce cards of the same
-# generation have 2 times. RTX 6000 Ada: a quarter of its fp8 rate with sparsity. MI250X: half, as a device is one of two dies.
+# Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. Of the HGX
+# B200, HGX B300, GB200 NVL72 and GB300 NVL72 a GPU's share. RTX PRO 6000: 4 times its fp32 rate, where GeForce cards of the
+# same generation have 2 times. RTX 6000 Ada: a quarter of its fp8 rate with sparsity. MI250X: half, as a device is one die.
 _PEAKS = {
     "H200 NVL|H100 NVL": (835.5, 60.0),
     "H100 PCIe|H800 PCIe": (756.0, 51.2),
