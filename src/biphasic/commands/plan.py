@@ -89,7 +89,7 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") ->
 
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
-    from biphasic.checkpointing.start_rules import ResumeGuard
+    from biphasic.checkpointing.start_rules import plan_start
     from biphasic.config.conversion_checks import RowChecks, check_rows
     from biphasic.config.plan import StartPlan, plan
     from biphasic.data.mds_reader import stored_row_problems
@@ -97,7 +97,7 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.storage import is_remote
 
     calls: dict[str, Callable[[], Any]] = {
-        "start": ResumeGuard(config).plan_start,
+        "start": lambda: plan_start(config),
         "rows": lambda: check_rows(config),
         "records": lambda: read_conversions(config.streams),
     }
