@@ -20,7 +20,7 @@ from composer.loggers import Logger
 
 from biphasic.checkpointing import save
 from biphasic.checkpointing.manifest import Manifest, batch_of, list_checkpoints
-from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.checkpointing.run_lock import RunLock, read_attempts
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.upload import Uploader
 from biphasic.errors import Unavailable, UserError
@@ -206,10 +206,10 @@ def test_a_preempted_run_whose_disk_is_full_does_not_say_that_it_saved(
     assert attempt["reason"].startswith("SIGTERM: not saved: ")
 
 
-def test_a_missing_bucket_is_refused(s3: Path, write_yaml: Write) -> None:
+def test_a_missing_bucket_is_refused(s3: Path) -> None:
     message = r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read and written \("
     with pytest.raises(UserError, match=message) as refused:
-        train(config_of(write_yaml("none", checkpoint__folder="s3://no-such-bucket-here/x")))
+        RunLock("s3://no-such-bucket-here/x").acquire(1)
     assert not isinstance(refused.value, Unavailable)
 
 

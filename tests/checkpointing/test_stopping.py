@@ -8,12 +8,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.checkpointing.stopping import StopCoordinator
 from biphasic.model.checkpoint import read_record
 from biphasic.storage import open_store
 from biphasic.training.metrics_file import read_metrics
@@ -215,25 +216,20 @@ def validations(folder: Path) -> dict[int, list[float]]:
     return {entry["batch"]: [entry[key] for key in keys] for entry in entries if any(key in entry for key in keys)}
 
 
-def test_a_first_signal_after_a_fault_is_not_a_second_one(write_yaml: Write) -> None:
+def test_a_first_signal_after_a_fault_is_not_a_second_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The run ends as a run with a fault does, and not at once."""
-    code = """
-import os, signal
-from helpers import tiny
-from composer.core import Callback
-from biphasic.checkpointing.stopping import StopCoordinator
-class Fault(Callback):
-    def batch_start(self, state, logger):
-        if int(state.timestamp.batch) == 3:
-            [stopping] = (one for one in state.callbacks if isinstance(one, StopCoordinator))
-            stopping.stop_for_fault("the disk is full")
-            os.kill(os.getpid(), signal.SIGTERM)
-tiny.add_callback(Fault())
-"""
-    run = launch(write_yaml("faulty"), code=code)
-    assert run.returncode == 2, run.stdout[-2000:]
-    assert "SIGTERM: the run stops after this batch without saving, because of a fault" in run.stdout
-    assert "the disk is full" in run.stderr and "again" not in run.stdout
+    stopping, none = StopCoordinator(), cast(Any, None)
+    stopping.install_handlers()
+    try:
+        stopping.stop_for_fault("the disk is full")
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopping.batch_end(none, none)
+    finally:
+        stopping.restore_handlers()
+    assert (stopping.reason, stopping.is_fault, stopping.saved) == ("the disk is full", True, False)
+    output = capsys.readouterr().out
+    assert "SIGTERM: the run stops after this batch without saving, because of a fault" in output
+    assert "ends at once" not in output.replace("a second signal ends it at once", "")
 
 
 def test_a_second_signal_ends_the_run_at_once(write_yaml: Write, s3: Path) -> None:
