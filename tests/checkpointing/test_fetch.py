@@ -47,7 +47,7 @@ def resume_point(config: PretrainConfig, ranks: Any = None) -> Manifest | None:
     return find_resume_point(config, ranks or RankGroup())
 
 
-def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None:
+def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(write_yaml("run"))
     other = config_of(write_yaml("other", optimizer__lr=1e-4))
     folder = config.local_checkpoints
@@ -61,6 +61,7 @@ def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None
     )
     first, second = (write_checkpoint(folder, batch, config) for batch in (4, 8))
     assert resume_point(config) == second
+    assert f"checkpoint ba12 in {folder} is skipped: it belongs to another run, other" in caplog.text
     (folder / second.path).write_bytes(b"x" * (folder / second.path).stat().st_size)
     assert resume_point(config) == first
     # All its files are there: only the manifest is missing.

@@ -156,6 +156,12 @@ def test_outdated_checkpoints_lose_their_manifest_first(tmp_path: Path, monkeypa
     assert removed == ["ba2.json", "ba2.json", "ep0-ba2/.metadata", "ep0-ba2/__0_0.distcp"]
 
 
+def test_composer_s_latest_pointer_is_ignored(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 7)
+    (tmp_path / "latest-rank0.pt").symlink_to("ba99-rank0.pt")
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ba7-rank0.pt"
+
+
 def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
     for batch in (1, 2, 3):
         manifest = write_checkpoint(tmp_path, batch)

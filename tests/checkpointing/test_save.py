@@ -271,34 +271,6 @@ def test_a_checkpoint_after_an_epoch_continues_with_the_next_one(write_yaml: Wri
     assert losses(folder) == expected
 
 
-def test_another_run_s_checkpoints_are_skipped(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
-    other = train(config_of(write_yaml("other", optimizer__lr=1e-3)))
-    expected = losses(train(config_of(write_yaml("uninterrupted"))))
-    path = write_yaml("mine")
-    folder = Path(config_of(path).output) / "mine"
-    train(config_of(path, **{"checkpoint.interval": "4ba"}))
-    keep_checkpoints_up_to(folder, 8)
-    for name in ("ba11.json", "ba11-rank0.pt"):
-        shutil.copy(other / "checkpoints" / name, folder / "checkpoints" / name)
-    train(config_of(path))
-    assert "checkpoint ba11 in" in caplog.text and "it belongs to another run, other" in caplog.text
-    assert losses(folder) == expected
-    # Nothing but another run's: nothing is written over.
-    with pytest.raises(UserError, match=r"holds the checkpoints of another run, other: choose another folder"):
-        train(config_of(write_yaml("third", checkpoint__folder=str(other / "checkpoints"))))
-    assert len(losses(other)) == 12
-
-
-def test_composer_s_latest_pointer_is_ignored(write_yaml: Write) -> None:
-    path = write_yaml("linked", max_duration="12ba")
-    expected = losses(train(config_of(path)))
-    folder = Path(config_of(path).output) / "linked"
-    keep_checkpoints_up_to(folder, 7)
-    (folder / "checkpoints" / "latest-rank0.pt").symlink_to("ba99-rank0.pt")
-    train(config_of(path))
-    assert losses(folder) == expected
-
-
 def test_a_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> None:
     bucket = bucket_for(s3, "saver-trunk")
     keys: dict[str, Any] = {"max_duration": "12ba", "objective__phases": [{"name": "clm"}]}
