@@ -239,6 +239,6 @@ def test_a_folder_that_may_not_be_entered_is_named(monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", path)
 
     assert not is_folder("/nowhere") and is_folder("/")
-    monkeypatch.setattr("biphasic.storage.paths.os.stat", refuse)
+    monkeypatch.setattr("biphasic.storage.files.os.stat", refuse)
     with pytest.raises(UserError, match=r"^/home/colleague/tok: can't be read \(Permission denied\)$"):
         is_folder("/home/colleague/tok")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from biphasic.errors import UserError
-from biphasic.storage.paths import is_remote, without_password
+from biphasic.storage.files import is_remote, without_password
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 """Names and options for argparse's `add_argument`. The additional option `group` is a heading in the help."""

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from biphasic.storage.paths import PASSWORD
+from biphasic.storage.files import PASSWORD
 
 JOBS = ("pretrain", "finetune", "evaluate", "convert", "tasks", "sweep", "study")
 KeyProblems = Iterator[tuple[list[str], str]]

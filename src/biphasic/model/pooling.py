@@ -19,8 +19,8 @@ from biphasic.errors import UserError, first_line
 from biphasic.model.architecture import PoolingMode
 from biphasic.model.segments import Segments
 from biphasic.storage import user_errors
+from biphasic.storage.files import UnreachableError
 from biphasic.storage.hub import hub_errors
-from biphasic.storage.paths import UnreachableError
 
 _log = logging.getLogger(__name__)
 _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")

@@ -18,23 +18,21 @@ from biphasic.storage.buckets import (
     user_error,
     user_errors,
 )
-from biphasic.storage.local import (
+from biphasic.storage.files import (
     LOCK_FILE,
+    UNFINISHED_PREFIX,
     LocalStore,
+    StoredFile,
     atomic_path,
     cached_file_hash,
     file_hash,
-    is_free,
-    parquet_bytes,
-)
-from biphasic.storage.paths import (
-    UNFINISHED_PREFIX,
-    StoredFile,
     glob_pattern,
     is_folder,
+    is_free,
     is_inside,
     is_remote,
     json_bytes,
+    parquet_bytes,
     without_password,
 )
 

@@ -20,8 +20,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import PASSWORD, StoredFile, UnreachableError, is_remote, require_inside, without_password
+from biphasic.storage.files import (
+    PASSWORD,
+    StoredFile,
+    UnreachableError,
+    atomic_path,
+    is_remote,
+    require_inside,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from biphasic.errors import first_line
-from biphasic.storage.paths import UnreachableError, is_folder, is_remote
+from biphasic.storage.files import UnreachableError, is_folder, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
 """Folders that jobs write to by default. A path into them is never a hub id."""
