@@ -54,20 +54,14 @@ def rank_device() -> Device:
 
 
 def supports_bf16() -> bool:
-    """Return whether this machine's GPU multiplies matrices in bf16: NVIDIA's since Ampere, and AMD's.
-
-    On older GPUs and on CPUs, PyTorch emulates bf16, and Triton can't compile for it.
-    """
+    """Return whether this machine's GPU multiplies matrices in bf16, not only emulated: NVIDIA's since Ampere, and AMD's."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def require_precision(precision: str) -> None:
-    """Raise a UserError if the precision is `amp_bf16` and this machine has no GPU that computes in bf16.
-
-    Also if PyTorch can't use the machine's GPUs, since training would be on CPUs.
-    """
+    """Raise a UserError if the precision is `amp_bf16` and no GPU here computes in bf16, or if GPUs here can't be used."""
     import torch
 
     require_usable_gpus()
@@ -92,10 +86,7 @@ def require_usable_gpus() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is that of a full GPU: of PyTorch's allocator, or of a library that allocates by itself.
-
-    Those of the thread that copies batches to pinned memory are not, since they are about the host's.
-    """
+    """Return whether an error is that of a full GPU, not of full host memory, which the pinning thread reports alike."""
     import torch
 
     text = str(error)
@@ -162,9 +153,9 @@ _PEAKS = {
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`; None if it is unknown.
+    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`.
 
-    It is unknown for a MIG device, which is a part of a GPU, and for laptops' cards, which have desktop cards' names.
+    None if it is unknown, as for a MIG device, a part of a GPU, and for laptops' cards, named like desktops' cards.
     """
     import torch
 

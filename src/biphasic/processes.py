@@ -22,10 +22,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files and connections as its hard limit allows, up to 65,536.
+    """Let this process open up to 65,536 files and connections, if its hard limit allows. The usual limit is 1,024.
 
-    The usual soft limit is 1,024. A rank has three connections to each other rank, and a worker takes eight files of the
-    process that starts it.
+    A rank has three connections to each other rank, and a worker takes eight files of the process that starts it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_FILES)), hard))
@@ -39,10 +38,7 @@ def available_cores() -> int:
 
 
 def require_short_temporary_folder() -> None:
-    """Raise a UserError if processes can't make sockets in the temporary folder, because its path is too long.
-
-    A loader's process would show the error, and its rank would wait for it forever.
-    """
+    """Raise a UserError if sockets don't fit the temporary folder's path: a rank would wait for its loader forever."""
     folder = tempfile.gettempdir()
     length = len(os.fsencode(folder))
     # Newer Pythons choose another folder by themselves.
@@ -77,10 +73,7 @@ def noted_signals(numbers: Sequence[signal.Signals], interrupt_on_second: bool =
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process as soon as its parent, the process with this id, dies.
-
-    A worker that outlives its driver could write a record while the next driver runs the same work.
-    """
+    """Have the kernel kill this process when its parent, the process with this id, dies: two must not do the same work."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -78,8 +78,8 @@ def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | No
 def fetch_branch_point(config: PretrainConfig, ranks: RankGroup) -> tuple[str, Manifest, str]:
     """Find the checkpoint that `start_from` leads to. Return its path or URL, its manifest and its local path.
 
-    It is used in place if it is local. One in a bucket is downloaded to the run's folder while all ranks wait.
-    Raises a UserError if there is no complete checkpoint whose past is this run's own, or if it is damaged.
+    It is used in place if it is local, and otherwise downloaded to the run's folder. Raises a UserError if there is no
+    complete checkpoint whose past is this run's own, or if it is damaged.
     """
     folder, manifest = ranks.on_first_rank(lambda: find_branch_point(config))
     place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)

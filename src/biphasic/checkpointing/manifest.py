@@ -224,10 +224,7 @@ def newest_complete(
 
 
 def download_files(manifest: Manifest, source: Store, local_folder: Path) -> None:
-    """Download a checkpoint's files unless they exist, and check their hashes.
-
-    Raises an OSError if a file can't be read or written, and a ValueError if one is missing or damaged.
-    """
+    """Download a checkpoint's files unless they exist. Raises a ValueError if one is missing or damaged, or an OSError."""
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
         list(pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files))
 

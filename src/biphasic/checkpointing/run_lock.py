@@ -184,10 +184,9 @@ class RunLock:
 
 
 def read_attempts(folder: Store) -> list[dict[str, Any]]:
-    """Return the records of all attempts, oldest first.
+    """Return the records of all attempts, oldest first. Raises an OSError if the folder can't be read.
 
-    Keys: `attempt`, `host`, `pid`, `since`, `ranks`, `from`, `batch`, `tokens`; of an ended attempt also `until` and
-    `reason`. Raises an OSError if the folder can't be read.
+    Keys: `attempt`, `host`, `pid`, `since`, `ranks`, `from`, `batch`, `tokens`; when it has ended also `until` and `reason`.
     """
     names = [name for name in folder.list(ATTEMPTS) if name.endswith(".json")]
     records = [record for name in names if (record := _read_record(folder, name, {"attempt"})) is not None]

@@ -119,10 +119,8 @@ class Saver(Callback):
     """Callback that saves checkpoints to a local folder and uploads them to the run's destination, such as a bucket.
 
     Checkpoints have Composer's names and content, so any Composer Trainer can load them. One thread writes the copied
-    state to disk, using a separate process group if it is sharded, and another one uploads the files.
-
-    `resume` is the manifest of the checkpoint that the run resumed from, if it did. `recorded` holds the `run` entries of
-    manifests that are the same for each checkpoint.
+    state to disk, using a separate process group if it is sharded, and another one uploads the files. `resume` is the
+    manifest of the checkpoint that the run resumed from; `recorded` are the `run` entries that all manifests share.
     """
 
     def __init__(
@@ -177,10 +175,7 @@ class Saver(Callback):
         self._save(state, logger, self._resume.run["kept"])
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all ranks have uploaded the last checkpoint, for longer than training's process group allows.
-
-        Raises a UserError if a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
-        """
+        """Wait until all ranks have uploaded the last checkpoint. Raises a UserError if one can't be written or uploaded."""
         self._stopping.ranks.on_all_ranks(self._finish)
 
     def close(self, state: State, logger: Logger) -> None:

@@ -46,10 +46,7 @@ Store = LocalStore | S3Store | ArrowStore
 
 
 def open_store(path: str) -> Store:
-    """Return the store for a local folder or a bucket prefix.
-
-    Raises a UserError if the URL's scheme is not supported, its package is not installed, or it holds a password.
-    """
+    """Return the store for a local folder or a bucket prefix. Raises a UserError if the URL can't be used."""
     if not is_remote(without_password(path)):
         return LocalStore(path)
     return S3Store(path) if path.startswith("s3://") else ArrowStore(path)

@@ -80,10 +80,7 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
 
 
 def _endpoint() -> str | None:
-    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable.
-
-    Raises a UserError if it holds a user and a password, or has no scheme.
-    """
+    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable."""
     for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
         if url := os.environ.get(variable):
             if PASSWORD.match(url):
@@ -154,10 +151,7 @@ def _s3(endpoint: str | None, bucket: str) -> FileSystem:
 
 
 def _bucket_region(bucket: str) -> str | None:
-    """Return the region of one of Amazon's buckets, since pyarrow doesn't follow a redirect to it.
-
-    Amazon names it to anyone who asks for the bucket, also in an answer that refuses access.
-    """
+    """Return the region of an Amazon bucket, which Amazon names to anyone: pyarrow doesn't follow a redirect to it."""
     from botocore import UNSIGNED
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -193,11 +187,10 @@ class AzureAccount:
 
 
 def azure_account() -> AzureAccount:
-    """Return the storage account of `az://`, from the environment.
+    """Return the storage account of `az://` from Streaming's AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY.
 
-    AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY are Streaming's variables. AZURE_STORAGE_SERVICE_ENDPOINT, the Azure
-    CLI's, is the URL of an account elsewhere: another cloud, a private endpoint or an emulator. Raises a UserError if
-    there is no AZURE_ACCOUNT_NAME.
+    The Azure CLI's AZURE_STORAGE_SERVICE_ENDPOINT is the URL of an account in another cloud, behind a private endpoint or
+    in an emulator. Raises a UserError without AZURE_ACCOUNT_NAME.
     """
     name = os.environ.get("AZURE_ACCOUNT_NAME")
     if name is None:

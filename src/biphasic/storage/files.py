@@ -213,10 +213,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether there is nothing or an empty folder where `atomic_path` is to put a folder.
-
-    Raises a UserError if it is a mount point, which no other folder can take the place of.
-    """
+    """Return whether a folder is missing or empty, so that `atomic_path` may replace it. A mount point is a UserError."""
     if os.path.ismount(folder.resolve()):
         raise UserError(
             f"{folder}: is a mount point, which can't be replaced by a finished folder: name a folder in it"
