@@ -102,20 +102,6 @@ class UnavailableBucket:
         monkeypatch.setattr(S3Store, "upload", refuse)
 
 
-def test_training_continues_while_the_bucket_is_unavailable(
-    s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = f"s3://{bucket_for(s3, 'saver-away')}/away"
-    UnavailableBucket(monkeypatch, 3)
-    folder = train(config_of(write_yaml("away", checkpoint__folder=place, checkpoint__interval="2ba")))
-    assert len(losses(folder)) == 12
-    # Checkpoints that had to wait are uploaded too.
-    assert complete(place) == [12, 10, 8, 6, 4, 2]
-    assert caplog.text.count("can't be stored in") == 1
-    assert "503 SlowDown" in caplog.text
-    assert "ba2-rank0.pt is stored in" in caplog.text
-
-
 def test_pending_checkpoints_are_uploaded_by_the_next_start(
     s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -75,3 +76,27 @@ def test_nodes_that_share_a_working_folder_leave_each_other_s_files(
     assert all(checkpoint.manifest for checkpoint in list_checkpoints(open_store(place)))
     assert [checkpoint.batch for checkpoint in list_checkpoints(open_store(place))] == [8, 4]
     assert sorted(path.name for path in local.iterdir()) == ["ep0-ba8"]
+
+
+def test_checkpoints_wait_for_a_bucket_that_is_unavailable(
+    tmp_path: Path, s3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training meanwhile continues (tests/faults/test_network.py)."""
+    place, upload, failures = f"s3://{bucket_for(s3, 'upload-away')}/run", S3Store.upload, [OSError("503 SlowDown")] * 3
+
+    def refuse(store: S3Store, file: Path, name: str) -> None:
+        if failures:
+            raise failures.pop()
+        upload(store, file, name)
+
+    monkeypatch.setattr(S3Store, "upload", refuse)
+    monkeypatch.setattr("biphasic.checkpointing.upload._FIRST_PAUSE", 0.05)
+    uploader = Uploader(tmp_path, place, -1)
+    for batch in (2, 4, 6):
+        manifest = rank_manifest(tmp_path, 0, "current", batch)
+        uploader.add(replace(manifest, run={**manifest.run, "writers": 1}))
+    assert uploader.wait(60)
+    uploader.close()
+    assert [checkpoint.batch for checkpoint in list_checkpoints(open_store(place)) if checkpoint.manifest] == [6, 4, 2]
+    assert caplog.text.count("can't be stored in") == 1 and "503 SlowDown" in caplog.text
+    assert "checkpoint ep0-ba2 is stored in" in caplog.text
