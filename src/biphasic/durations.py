@@ -156,7 +156,7 @@ class BatchShapes:
     def batches_at(self, interval: Duration, start: int, end: int) -> Iterator[int]:
         """Yield the numbers of batches, between `start` and `end`, with which a multiple of an interval is reached.
 
-        A multiple may lie within a batch, as in `checkpointing.schedule.interval_schedule`.
+        A multiple may lie within a batch, as in `checkpointing.save.interval_schedule`.
         """
         batch = start
         while True:
