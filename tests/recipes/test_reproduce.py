@@ -1,4 +1,4 @@
-"""Every command of docs/reproduce.md, in its order, in small: with a bucket of its own, tiny rows and three tiny models."""
+"""Every command in docs/study.md's `sh` blocks, in its order, in small: with a bucket of its own, tiny rows and three tiny models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.texts import write_parquet
 from helpers.tiny import LENGTH, ROOT, WORDS, documents, write_tokenizer
 from helpers.toy_sets import classification_rows, config_of, retrieval_pairs
 
-PAGE = ROOT / "docs" / "reproduce.md"
+PAGE = ROOT / "docs" / "study.md"
 MODEL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
 RUN = {
     "max_duration": "12ba",
