@@ -1,4 +1,4 @@
-"""Every command in docs/study.md's `sh` blocks, in its order, in small: with a bucket of its own, tiny rows and three tiny models."""
+"""Every command in the `sh` blocks of docs/study.md, in order, in small: a bucket of its own, tiny rows, three tiny models."""
 
 from __future__ import annotations
 
