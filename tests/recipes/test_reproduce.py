@@ -1,4 +1,4 @@
-"""Every command in the `sh` blocks of docs/study.md, in order, in small: a bucket of its own, tiny rows, three tiny models."""
+"""Every command in the `sh` blocks of docs/study.md, in order, in small: its own bucket, tiny rows, three tiny models."""
 
 from __future__ import annotations
 
