@@ -143,20 +143,6 @@ def test_a_run_over_several_epochs_of_the_mix_is_warned(tmp_path: Path) -> None:
     assert run_plan.warnings == []
 
 
-def test_rows_that_canonical_nodes_repeat(tmp_path: Path) -> None:
-    """As Streaming's own order has them (tests/data/test_order.py): of 1,003 rows 11 in batches of 16, with 64 nodes."""
-    path = record(tmp_path / "out", rows=1003, tokens=1003 * 250)
-    changes: dict[str, Any] = {"global_batch_size": 16}
-    warned = planned({"train": {"local": path}}, tmp_path, max_duration="3ep", **changes)[0].warnings
-    assert warned[0] == (
-        "data.num_canonical_nodes: with 64, an epoch of data.train has 11 of 1,003 rows twice, in place of others; with a "
-        "divisor of the global batch (16), none"
-    )
-    for keys, duration in (({"num_canonical_nodes": 16}, "3ep"), ({}, "60ba")):  # the second ends before the last round
-        plan = planned({"train": {"local": path}, **keys}, tmp_path, max_duration=duration, **changes)[0]
-        assert not [line for line in plan.warnings if "num_canonical_nodes" in line], keys
-
-
 def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     streams = mix(tmp_path)
     streams["code"]["local"] = str(tmp_path / "nowhere" / "train")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion import validation
+from biphasic.conversion import sources
 from biphasic.conversion.convert import convert, inspect_sources
 from biphasic.conversion.plan import plan_conversion
+from biphasic.conversion.sources import draw_validation
 from biphasic.conversion.train_tokenizer import train_tokenizer
-from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.verify import verify
 from biphasic.data.packing import document_number, validation_end
 from biphasic.errors import UserError
@@ -58,7 +58,7 @@ def test_large_texts_are_drawn_by_the_fraction_alone(config_for: Make, monkeypat
     config = config_for(sentences(500), validation_fraction=0.1)
     layouts = inspect_sources(config)[1]
     assert draw_validation(config, layouts).description.endswith(" of 500 documents")
-    monkeypatch.setattr(validation, "_COUNTED_ENTRIES", 100)
+    monkeypatch.setattr(sources, "_COUNTED_ENTRIES", 100)
     assert draw_validation(config, layouts) == (validation_end(0.1), "about 50 of 500 documents")
 
 

@@ -21,8 +21,7 @@ from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.verify import verify
-from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_work_units
-from biphasic.conversion.worker import convert_unit, encode_texts
+from biphasic.conversion.worker import ConversionContext, WorkUnit, convert_unit, encode_texts, plan_work_units
 from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError

@@ -14,7 +14,6 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from biphasic.config.data import DataConfig
-from biphasic.config.data_plan import repeated_rows
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
 from helpers.numbered_rows import BATCH, data, numbers, open_rows, write_numbered
@@ -67,14 +66,6 @@ def test_the_order_does_not_depend_on_the_number_of_nodes(numbered_rows: Path) -
     for shape in WORLDS[1:]:
         resized = order(config, world(*shape), size)[: rows // size]
         assert np.array_equal(resized, expected), shape
-
-
-@pytest.mark.parametrize(("canonical", "size"), [(64, 16), (64, 4), (16, 16), (16, 48), (50, 4), (1, 16)])
-def test_an_epoch_repeats_as_many_rows_as_the_plan_says(numbered_rows: Path, canonical: int, size: int) -> None:
-    rows = 1003
-    read = order(data(numbered_rows, num_canonical_nodes=canonical), world(1, 1, 0), size)[: rows // size]
-    assert read.size - len(np.unique(read)) == repeated_rows(rows, canonical, size)
-    assert size % canonical or not repeated_rows(rows, canonical, size)
 
 
 def test_a_part_of_a_validation_has_no_row_twice(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ import pytest
 
 from biphasic import limits
 from biphasic.errors import UserError
-from biphasic.workers import local, resources
-from biphasic.workers.local import LocalWorkers, parallel_map
-from biphasic.workers.resources import smallest_gpu_bytes, visible_gpus
+from biphasic.workers import local
+from biphasic.workers.local import LocalWorkers, parallel_map, smallest_gpu_bytes, visible_gpus
 from helpers.worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +233,7 @@ def test_workers_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(resources, "_DRIVERS", ())
+    monkeypatch.setattr(local, "_DRIVERS", ())
     assert (visible_gpus(), smallest_gpu_bytes()) == ([], None)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 81559\necho 40960\n")
@@ -257,7 +256,7 @@ def test_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Of AMD, or in a container: PyTorch counts them, if there is a driver."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(resources, "_DRIVERS", (str(tmp_path / "driver"),))
+    monkeypatch.setattr(local, "_DRIVERS", (str(tmp_path / "driver"),))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\ncase $2 in *device_count*) echo 65536; echo 65520;; esac\n")
     python.chmod(0o755)
@@ -275,7 +274,7 @@ def test_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_query_of_pytorch_runs() -> None:
-    run = subprocess.run([sys.executable, "-c", resources._TORCH], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", local._TORCH], capture_output=True, text=True, check=True)
     assert all(line.isdecimal() for line in run.stdout.splitlines())
 
 

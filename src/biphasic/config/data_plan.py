@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,9 +10,6 @@ from typing import Any
 from biphasic.config.phase_inputs import PhaseInputs, phase_key, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import StreamRecord, split_conversion_path
-
-_MAX_REPEATED = 0.001
-"""Share of an epoch's rows that may be repeated without a warning."""
 
 
 def plan_datasets(
@@ -35,16 +31,6 @@ def plan_datasets(
             epoch_rows = each.data.epoch_rows or sum(record.split["rows"] for record in known.values())
             tokens_per_row = sum((each.streams[key].proportion or 1.0) * known[key].tokens_per_row for key in known)
         of_source = rows[each.source] if len(rows) > 1 else _run_rows(config, batches, epoch_rows, tokens_per_row)
-        canonical = each.data.num_canonical_nodes
-        # A mix repeats rows by its draws.
-        if each.data.mix is None and epoch_rows and of_source and of_source > epoch_rows // canonical * canonical:
-            repeated = repeated_rows(epoch_rows, canonical, each.rows)
-            if repeated > _MAX_REPEATED * epoch_rows:
-                warnings.append(
-                    f"data.num_canonical_nodes: with {canonical}, an epoch of {', '.join(each.streams)} has {repeated:,} "
-                    f"of {epoch_rows:,} rows twice, in place of others; with a divisor of the global batch "
-                    f"({math.gcd(canonical, each.rows)}), none"
-                )
         of_streams, about = _plan_streams(each, of_source, known), config.max_duration.unit == "tok"
         for dataset in of_streams:
             datasets.append(dataset)
@@ -58,18 +44,6 @@ def plan_datasets(
                 f"{above}data.epoch_rows to {of_source:,}"
             )
     return datasets, lines, warnings
-
-
-def repeated_rows(rows: int, canonical_nodes: int, global_batch_size: int) -> int:
-    """Return how many rows an epoch of whole batches has a second time, in place of as many others.
-
-    Streaming divides the rows into a range for each canonical node, reads the ranges in turn, and repeats the last row of
-    a range that is one row shorter than others. Only the epoch's last round over the ranges has such rows.
-    """
-    bounds = [index * rows // canonical_nodes for index in range(canonical_nodes + 1)]
-    in_last_round = rows // global_batch_size * global_batch_size - rows // canonical_nodes * canonical_nodes
-    shortest = rows // canonical_nodes
-    return sum(end - start == shortest for start, end in itertools.pairwise(bounds[: max(in_last_round, 0) + 1]))
 
 
 def _plan_streams(source: PhaseInputs, rows: int | None, records: dict[str, StreamRecord]) -> Iterator[dict[str, Any]]:

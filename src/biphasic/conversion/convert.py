@@ -44,15 +44,21 @@ from biphasic.conversion.sources import (
     FileLayout,
     Sources,
     describe_unread,
+    draw_validation,
     find_files,
     find_hub_files,
     hub_commit,
     inspect_files,
 )
 from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
-from biphasic.conversion.validation import draw_validation
-from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
-from biphasic.conversion.worker import boundary_tokens
+from biphasic.conversion.worker import (
+    ConversionContext,
+    UnitRecord,
+    WorkUnit,
+    boundary_tokens,
+    is_valid,
+    plan_work_units,
+)
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import user_errors

@@ -19,8 +19,7 @@ from filelock import FileLock, Timeout
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
 from biphasic.conversion.tokenizer_checks import merge_checks
-from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
-from biphasic.conversion.worker import HASH
+from biphasic.conversion.worker import FREE_KEYS, HASH, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX

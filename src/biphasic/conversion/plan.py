@@ -14,11 +14,9 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
 from biphasic.conversion.convert import inspect_sources, sample_documents
 from biphasic.conversion.reading import FILTERED, Document
-from biphasic.conversion.sources import FileLayout, describe_unread
+from biphasic.conversion.sources import FileLayout, describe_unread, draw_validation
 from biphasic.conversion.tokenizer_checks import TextChecks, require_same_encoding, text_warnings, tokenizer_remarks
-from biphasic.conversion.validation import draw_validation
-from biphasic.conversion.work_units import WorkUnit, plan_work_units
-from biphasic.conversion.worker import boundary_tokens, encode_texts
+from biphasic.conversion.worker import WorkUnit, boundary_tokens, encode_texts, plan_work_units
 from biphasic.data.packing import token_dtype
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError

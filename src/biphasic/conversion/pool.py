@@ -14,8 +14,7 @@ from tqdm import tqdm
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
 from biphasic.conversion.source_files import DamagedFileError
-from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit
-from biphasic.conversion.worker import Report, convert_unit
+from biphasic.conversion.worker import ConversionContext, Report, UnitRecord, WorkUnit, convert_unit
 from biphasic.errors import UserError
 from biphasic.processes import available_cores
 from biphasic.workers import open_workers

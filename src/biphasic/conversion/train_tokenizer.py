@@ -15,7 +15,7 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.reading import Document, read_up_to_damage
 from biphasic.conversion.source_files import SourceFile
-from biphasic.conversion.validation import draw_validation
+from biphasic.conversion.sources import draw_validation
 from biphasic.data.packing import document_number
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path, is_free, user_errors

@@ -16,7 +16,7 @@ from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import read_unit_records, require_record
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import describe_unread
-from biphasic.conversion.work_units import unit_record_file
+from biphasic.conversion.worker import unit_record_file
 from biphasic.data.mds_reader import StoredRow, decode_rows, shard_file
 from biphasic.data.packing import mds_columns
 from biphasic.data.streams import CONVERSION_RECORD, INDEX

@@ -56,7 +56,7 @@ def validation_end(fraction: float) -> int:
     """Return the smallest 64-bit number that is not below this share of all.
 
     Documents whose `document_number` is below it are for validation, so the split of a larger fraction contains that of a
-    smaller one. A text with documents on one side only is divided by another number (`biphasic.conversion.validation`).
+    smaller one. A text with documents on one side only is divided by another number (`biphasic.conversion.sources`).
     """
     return math.ceil(fraction * 2**64)
 

@@ -51,10 +51,8 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
     """Return ragged arrays by name from the cache, memory-mapped and read-only.
 
     The first process that needs them calls `make`, and others wait for it. `key` is everything that determines the
-    arrays, as JSON types. The folder may be deleted when no job is running.
-
-    Raises:
-        UserError: the folder can't be read or written, or `make` raises it.
+    arrays, as JSON types. The folder may be deleted when no job is running. Raises a UserError if the folder can't be
+    read or written, or `make` raises it.
     """
     text = json.dumps(key, sort_keys=True)
     entry = Path(folder) / "arrays" / hashlib.sha256(text.encode()).hexdigest()[:24]

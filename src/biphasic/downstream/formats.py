@@ -32,8 +32,7 @@ def open_text(file: str) -> io.TextIOBase:
 def json_rows(file: str) -> list[dict[str, Any]] | None:
     """Return the questions of a file in SQuAD's own format, or the rows of a list; None for lines of JSON.
 
-    Raises:
-        UserError: a question lacks a field.
+    Raises a UserError if a question lacks a field.
     """
     try:
         with open_text(file) as text:

@@ -46,8 +46,7 @@ def label_text(value: Any, key: str = "the label") -> str:
 def number(value: Any, what: str) -> float:
     """Return a number that fp32 can hold, given as a number or, as in a CSV file, as text.
 
-    Raises:
-        InvalidRow: it is none, or a boolean, NaN or Inf. `what` describes the value.
+    Raises an InvalidRow if it is none, or a boolean, NaN or Inf. `what` describes the value.
     """
     try:
         # float() would read a boolean, and digits with underscores.
@@ -70,10 +69,8 @@ def whole_number(value: Any, what: str) -> int:
 class Labels:
     """The label names of a dataset in the order of their numbers, and the rule by which a value is one of them.
 
-    `declared` says that the dataset itself names them, so that its values are their indices. `key` names the values' column.
-
-    Raises:
-        UserError: two names are the same label.
+    `declared` says that the dataset itself names them, so that its values are their indices. `key` names the values'
+    column. Raises a UserError if two names are the same label.
     """
 
     def __init__(self, names: Sequence[str], declared: bool, source: str, key: str):
@@ -104,11 +101,8 @@ class Labels:
 def read_names(values: Iterable[Any], source: str, key: str) -> list[str]:
     """Return the different labels among values, sorted: whole numbers by size, and others as text.
 
-    Missing labels are left out.
-
-    Raises:
-        UserError: the values are not labels: they are fractions, or there are more than 1,000; or two labels differ only
-            by case or spaces. `key` names the key of their column.
+    Missing labels are left out. Raises a UserError if the values are not labels: they are fractions, or there are more
+    than 1,000; or two labels differ only by case or spaces. `key` names the key of their column.
     """
     names = set[str]()
     for value in values:
@@ -139,9 +133,7 @@ class TagScheme:
 
     BIO, IOB (`B-` only between neighbors of a type), BIOES, BILOU and BMEWO are recognized with the tag before or after
     the type (`B-PER`, `PER-B`), and plain types (`PER`, `person-other`) as IO, where each run of a type is one entity.
-
-    Raises:
-        UserError: there is no O, or the labels are of several schemes.
+    Raises a UserError if there is no O, or the labels are of several schemes.
     """
 
     def __init__(self, labels: Iterable[str], source: str):

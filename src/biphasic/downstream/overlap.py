@@ -122,10 +122,7 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str, overrides:
 
     `data` is the folder or bucket prefix of a conversion, whose training split is read, or its YAML, whose sources are
     read with its `overrides`; `tasks` are folders of `biphasic tasks`, read without their training data; `words` is the
-    length of an n-gram.
-
-    Raises:
-        UserError: a set or the training text can't be read, or no example has an n-gram.
+    length of an n-gram. Raises a UserError if a set or the training text can't be read, or no example has an n-gram.
     """
     parts, numbers = _parts(data, overrides), dict[str, int]()
     splits = [split for task in tasks for split in _read_splits(TaskFolder(task, cache, None), numbers)]

@@ -26,8 +26,7 @@ from biphasic.storage.hub import is_local_path, is_made_by_jobs
 def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
     """Write one task's tables, unless the task is already finished, and return the content of its `task.json`.
 
-    Raises:
-        UserError: a source can't be read or doesn't match the YAML, or the folder holds something else.
+    Raises a UserError if a source can't be read or doesn't match the YAML, or the folder holds something else.
     """
     task, path = config.tasks[name], join(config.output, name)
     with user_errors(f"{name}: {path} can't be written"):
@@ -53,8 +52,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
 def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
     """Return the record of a task, or None if the task is not finished.
 
-    Raises:
-        UserError: the folder holds something else, or the task was made with other settings.
+    Raises a UserError if the folder holds something else, or the task was made with other settings.
     """
     return read_finished(join(config.output, name), _settings(config, name))
 

@@ -98,8 +98,7 @@ class Table:
     def divide(self, first: float, seed: int) -> tuple[Table, Table]:
         """Divide the rows into the share `first` and the rest, with `datasets` as in the paper's evaluation.
 
-        Raises:
-            UserError: there are fewer than two rows.
+        Raises a UserError if there are fewer than two rows.
         """
         if len(self) < 2:
             raise UserError(f"{self.source}: {len(self)} rows are too few to take a validation split from")
@@ -110,8 +109,7 @@ class Table:
 def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Table:
     """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
 
-    Raises:
-        UserError: the dataset, configuration, split, file or a column does not exist or can't be read.
+    Raises a UserError if the dataset, configuration, split, file or a column does not exist or can't be read.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

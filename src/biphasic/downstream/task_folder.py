@@ -25,9 +25,7 @@ class TaskFolder:
 
     `path` is a folder or a bucket prefix, and `cache` a local folder for downloaded files. `record` is the content of
     the dataset's record, if no table is read; by default, it is read from `path`. A `kind` of None stands for any.
-
-    Raises:
-        UserError: there is no complete dataset, or its kind is not `kind`.
+    Raises a UserError if there is no complete dataset, or its kind is not `kind`.
     """
 
     def __init__(self, path: str, cache: str, kind: str | None, record: dict[str, Any] | None = None):
@@ -74,8 +72,7 @@ class TaskFolder:
     def read(self, table: str, schema: str, first: int | None = None) -> dict[str, list[Any]]:
         """Return the columns of a table, or of its first rows; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
 
-        Raises:
-            UserError: the table is missing, lacks a column or has no rows.
+        Raises a UserError if the table is missing, lacks a column or has no rows.
         """
         columns = SCHEMAS[schema].names
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from biphasic.errors import UserError, first_line
-from biphasic.workers import resources
 
 _MAX_FAILED_STARTS = 3
 """Number of consecutive workers that may die while they start, before the group fails."""
@@ -91,9 +90,9 @@ class WorkerGroup(ABC):
         """Store arguments that all workers need, and return what is sent to each worker instead."""
         return arguments
 
+    @abstractmethod
     def smallest_gpu_bytes(self) -> int | None:
         """Return the memory of the smallest GPU of a node, in bytes; None if it is unknown or there is no GPU."""
-        return resources.smallest_gpu_bytes()
 
     def open(
         self, size: int, key: str, factory: Callable[..., Any], *arguments: Any, cpus: int = 1, gpu_share: float = 0.0

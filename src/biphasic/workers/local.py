@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +21,6 @@ from typing import Any
 from biphasic.errors import UserError
 from biphasic.processes import available_cores, raise_file_limit, require_short_temporary_folder
 from biphasic.workers.group import WorkerGroup
-from biphasic.workers.resources import visible_gpus
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -55,6 +57,9 @@ class LocalWorkers(WorkerGroup):
         arguments: tuple[Any, ...] = (self._lifeline, self._to_reports, environment)
         self._pools[number] = ProcessPoolExecutor(processes, _CONTEXT, _prepare, arguments)
         return self._pools[number]
+
+    def smallest_gpu_bytes(self) -> int | None:
+        return smallest_gpu_bytes()
 
     def make_report(self) -> Callable[..., None]:
         return _send_report
@@ -133,3 +138,46 @@ def _end_with(lifeline: Connection) -> None:
     """End this process when its driver closes the other end of the pipe or dies (see `die_with_parent`)."""
     lifeline.poll(None)
     os._exit(1)
+
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""The device files of NVIDIA's and AMD's drivers, and of WSL's."""
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_TORCH = """import torch
+for number in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(number).total_memory >> 20)"""
+
+
+def gpu_memory() -> list[int | None]:
+    """Return the memory of each of this machine's GPUs in bytes, None if it is unknown, without initializing CUDA.
+
+    Asks PyTorch in another process if there is a driver but no nvidia-smi, as for AMD's GPUs and in some containers.
+    """
+    torch = [(sys.executable, "-c", _TORCH)] if any(map(os.path.exists, _DRIVERS)) else []
+    # nvidia-smi would name the memory of the whole GPU that a MIG device is a part of.
+    smi = [] if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else [_NVIDIA_SMI]
+    for query in (*smi, *torch):
+        with suppress(OSError, subprocess.SubprocessError):
+            sizes = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")
+            # Of a GPU that shares the machine's memory, nvidia-smi prints [N/A]; without GPUs, a sentence.
+            return [int(size) << 20 if size.isdecimal() else None for size in sizes if re.match(r"[\[\d]", size)]
+    return []
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes; None if it is unknown or there is no GPU."""
+    sizes = gpu_memory()
+    known = [size for size in sizes if size is not None]
+    return min(known, default=None) if len(known) == len(sizes) else None
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them."""
+    numbers = [str(number) for number in range(len(gpu_memory()))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not numbers:
+        return numbers
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA ignores what follows the first name that is not a device.
+    end = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    return names[:end]

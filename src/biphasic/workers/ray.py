@@ -15,8 +15,8 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from biphasic.errors import UserError, first_line
-from biphasic.workers import resources
 from biphasic.workers.group import WorkerGroup
+from biphasic.workers.local import smallest_gpu_bytes
 
 _CONNECT_SECONDS = 10
 
@@ -69,21 +69,17 @@ class RayWorkers(WorkerGroup):
                     raise UserError(f"{paths[missing]}: is not there on {machine}: {advice}")
 
     def start(self, number: int, cpus: int, gpu_share: float) -> Executor:
-        """Start a worker.
-
-        Ray does not restart it: a new worker may get another GPU, and one that dies at every start has to be reported.
-        """
+        # Ray does not restart it: a new worker may get another GPU, and one that dies at every start has to be reported.
         actor: Any = ray.remote(_Actor).options(num_cpus=cpus, num_gpus=gpu_share, max_restarts=0).remote(self._folder)  # pyright: ignore
         self._actors.append(actor)
         return _ActorExecutor(actor)
 
     def store(self, arguments: tuple[Any, ...]) -> Any:
-        """Store arguments in the cluster, once for all workers."""
         return ray.put(arguments)
 
     def smallest_gpu_bytes(self) -> int | None:
-        """Return the memory, in bytes, of the smallest GPU of a node with GPUs, because this node may have none."""
-        return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(resources.smallest_gpu_bytes).remote())
+        # Of a node with GPUs, because this one may have none.
+        return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(smallest_gpu_bytes).remote())
 
     def make_report(self) -> Callable[..., None]:
         # On this program's node, because other nodes may leave the cluster.
@@ -95,15 +91,12 @@ class RayWorkers(WorkerGroup):
         return self._reports.get_nowait_batch(self._reports.qsize())
 
     def close(self) -> None:
-        """Kill all workers, and disconnect from the cluster."""
         for actor in self._actors:
             ray.kill(actor)
         ray.shutdown()
 
 
 class _ActorExecutor(Executor):
-    """Runs calls in an actor's process."""
-
     def __init__(self, actor: Any):
         self._actor = actor
 
@@ -111,8 +104,7 @@ class _ActorExecutor(Executor):
         return self._actor.run.remote(fn, *args, **kwargs).future()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Kill the actor, so that another one gets its cores and its GPU."""
-        ray.kill(self._actor)
+        ray.kill(self._actor)  # so that another one gets its cores and its GPU
 
 
 def _first_missing(paths: list[str]) -> int | None:
