@@ -1,4 +1,4 @@
-"""Print the Job of kubernetes.yaml for one run: with its name, YAML and overrides, and with BUCKET from the environment.
+"""Print the Job of kubernetes.yaml for one run: with its name and arguments, and BUCKET and RUN_YAML of the environment.
 
 python recipes/launch/kubernetes_job.py NAME FILE.yaml [key=value ...] | kubectl apply -f -
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ _NAME = "biphasic"
 """The name of the Service and the Job in the file."""
 
 
-def resources(name: str, arguments: list[str], bucket: str | None) -> list[dict[str, Any]]:
+def resources(name: str, arguments: list[str], variables: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the file's Service and Job for one run. Everything else is as in the file.
 
     Args:
         name: the run's name. Characters that Kubernetes doesn't allow become hyphens.
         arguments: of node.sh.
-        bucket: the value of `BUCKET`; None keeps that of the file.
+        variables: values of the container's variables, in place of those of the file.
     """
     own = f"{_NAME}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
     service, job = yaml.safe_load_all(JOB.read_text(encoding="utf-8"))
@@ -34,11 +35,10 @@ def resources(name: str, arguments: list[str], bucket: str | None) -> list[dict[
     pod["subdomain"] = own
     [container] = pod["containers"]
     container["args"] = arguments
+    values = {**variables, "MASTER_ADDR": f"{own}-0.{own}"}
     for variable in container["env"]:
-        if variable["name"] == "MASTER_ADDR":
-            variable["value"] = f"{own}-0.{own}"
-        elif variable["name"] == "BUCKET" and bucket is not None:
-            variable["value"] = bucket
+        if variable["name"] in values:
+            variable["value"] = values[variable["name"]]
     return [service, job]
 
 
@@ -47,13 +47,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 2:
         print("usage: kubernetes_job.py NAME FILE.yaml [key=value ...]", file=sys.stderr)
         return 2
-    name, *others = arguments
-    words: list[str] = []
-    for argument in others:
-        # A study gives all overrides in one word.
-        parts = argument.split()
-        words += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [argument]
-    print(yaml.safe_dump_all(resources(name, words, os.environ.get("BUCKET")), sort_keys=False, width=1000), end="")
+    name, *words = arguments
+    variables = {key: os.environ[key] for key in ("BUCKET", "RUN_YAML") if key in os.environ}
+    print(yaml.safe_dump_all(resources(name, words, variables), sort_keys=False, width=100_000), end="")
     return 0
 
 

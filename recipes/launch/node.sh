@@ -20,6 +20,9 @@ fi
 # ssh and batch scripts come without the environment that an interactive shell has activated.
 if [[ -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then PATH=$root/.venv/bin:$PATH; fi
 
+# A study's run comes with its YAML.
+if [[ -n ${RUN_YAML:-} ]]; then base64 -d <<<"$RUN_YAML" >"$1"; fi
+
 say() { echo "node.sh: node ${node:-?}: $*" >&2; }
 
 gpus() {

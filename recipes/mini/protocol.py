@@ -23,7 +23,7 @@ from seed_records import PUBLIC, SeedRuns, mean_scores, read_scores, write_table
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
 from biphasic.report.formatting import format_interval, format_p, format_signed, markdown_table
-from biphasic.report.scores import Interval, holm, mean_interval
+from biphasic.report.statistics import Interval, holm, mean_interval
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent

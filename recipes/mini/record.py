@@ -2,7 +2,7 @@
 
     python recipes/mini/record.py runs/mini --hardware "2 CPU cores"
 
-Afterwards `biphasic report --results recipes` writes recipes/RESULTS.md.
+Afterwards `python recipes/measured.py` writes recipes/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 from raw_records import read_run
 
 from biphasic.errors import UserError
-from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
 from biphasic.storage import json_bytes, open_store
 from biphasic.training.metrics_file import parse_metrics
 
@@ -31,17 +30,19 @@ LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
 """Of another run on the same text: nats, and scores from 0 to 1. The scores are of five seeds and 583 to 800 examples."""
 
 
-def results(folder: Path, hardware: str, commit: str) -> RecipeResults:
+def results(folder: Path, hardware: str, commit: str) -> dict[str, Any]:
     """Return the recipe's row, from the files of a finished run."""
     groups: dict[str, dict[str, float]] = json.loads((folder / "study" / "report" / "groups.json").read_text())
     speed = _last(folder, *SPEED)
-    return RecipeResults.model_validate({
+    return {
         "command": "recipes/mini/run.sh",
         "commit": commit,
-        "date": datetime.datetime.now(tz=datetime.UTC).date(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hardware": hardware,
         "hours": round(sum(read_run(folder).total_hours), 2),
-        "tokens_per_second": speed and {**speed, "value": round(speed["value"])},
+        "cost_dollars": None,
+        "tokens_per_second": speed and {"tolerance": None, **speed, "value": round(speed["value"])},
+        "mfu": None,
         "losses": dict(_losses(folder)),
         "scores": {
             f"{model}: {group}": {
@@ -53,7 +54,7 @@ def results(folder: Path, hardware: str, commit: str) -> RecipeResults:
             for model in MODELS
             for group in groups[model]
         },
-    })  # fmt: skip
+    }
 
 
 def _losses(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,12 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--commit {options.commit}: {git.stderr.strip()}", file=sys.stderr)
         return 2
     try:
-        row = results(options.folder, options.hardware, git.stdout.strip()).model_dump(mode="json")
+        row = results(options.folder, options.hardware, git.stdout.strip())
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    open_store(str(HERE)).write(RESULTS_FILE, json_bytes(row))
-    print(HERE / RESULTS_FILE)
+    open_store(str(HERE)).write("results.json", json_bytes(row))
+    print(HERE / "results.json")
     return 0
 
 

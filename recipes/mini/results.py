@@ -24,7 +24,9 @@ from statistics import fmean
 import pandas as pd
 from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, write_records
 
-from biphasic.config.model_names import Facets, facets_of_name
+from biphasic.config.load import load
+from biphasic.config.model_names import Facets, facets_of_models
+from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
 from biphasic.report.formatting import (
@@ -35,7 +37,7 @@ from biphasic.report.formatting import (
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import Interval, holm, mean_interval
+from biphasic.report.statistics import Interval, holm, mean_interval
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
@@ -57,7 +59,11 @@ class Results:
     @cached_property
     def models(self) -> dict[str, Facets]:
         """The models with scores, but the untrained one."""
-        return {name: facets_of_name(name) for name in {trial.model for trial in self.records.trials} - {UNTRAINED}}
+        studies = [load(str(HERE / name)) for name in ("study.yaml", "long.yaml")]
+        configs = {
+            name: run for study in studies if isinstance(study, StudyConfig) for name, run in expand(study).items()
+        }
+        return facets_of_models({trial.model for trial in self.records.trials}, configs)[0]
 
     @cached_property
     def scores(self) -> dict[tuple[str, str], dict[int, list[float]]]:

@@ -30,7 +30,7 @@ step tasks biphasic tasks $here/tasks.yaml
 step baselines python $here/baselines.py "$MINI/tasks"
 step untrained biphasic export --initial $here/pretrain.yaml "$MINI/untrained/encoder" --force
 step "finetune, untrained" python src/main.py $here/sweep.yaml
-step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.mmd"
+step plan python src/main.py $here/study.yaml --plan
 step pretrain python src/main.py $here/study.yaml
 step export python src/main.py $here/study.yaml --stage export
 step finetune python src/main.py $here/study.yaml --stage finetune
@@ -46,6 +46,6 @@ for seed in 42 1 2; do  # and longer
     step "export, long, seed $seed" python src/main.py $here/long.yaml --stage export
     step "finetune, long, seed $seed" python src/main.py $here/long.yaml --stage finetune
 done
-step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
+step report biphasic report "$MINI/study"
+step against python recipes/paper/against.py "$MINI/study" --models $here/paper_models.yaml
 step results python $here/results.py "$MINI"
-step totals python src/main.py $here/study.yaml

@@ -25,7 +25,7 @@ from record_files import Sources, record_bytes
 
 from biphasic.errors import UserError
 from biphasic.report.formatting import format_interval, format_p, format_signed, markdown_page, markdown_table
-from biphasic.report.scores import mean_interval
+from biphasic.report.statistics import mean_interval
 from biphasic.storage import open_store
 from biphasic.sweep.records import read_grid, read_records
 from biphasic.training.metrics_file import read_metrics

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from biphasic.config.sweep import SweepConfig
 
 _OPTIONS_OF_STAGES = {
-    "pretrain": ("plan", "draw", "limit"),
+    "pretrain": ("plan", "limit"),
     "export": ("limit",),
     "finetune": ("plan", "limit", "retry_failed"),
     "evaluate": ("limit",),
@@ -42,7 +42,6 @@ _ARGUMENTS = (
 )
 _JOBS_OF_OPTIONS = {
     "stage": ("study",),
-    "draw": ("study",),
     "limit": ("sweep", "study"),
     "retry_failed": ("sweep", "study"),
     "memory": ("pretrain",),
@@ -71,7 +70,7 @@ def _main(arguments: list[str] | None) -> int:
             raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
     if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
-    for name in ("draw", "memory", "json", "ranks"):
+    for name in ("memory", "json", "ranks"):
         if getattr(options, name) and not options.plan:
             raise UserError(f"--{name} belongs to --plan")
     options.ranks = ranks
@@ -111,32 +110,24 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
 
 
 def _study(config: StudyConfig, options: argparse.Namespace, stage: str) -> int:
-    """Run a stage, or print its plan. Pretraining starts the runs that are not done; then the totals are printed."""
-    for name in ("plan", "draw", "limit", "retry_failed"):
+    """Run a stage, or print its plan. Pretraining starts the runs that are not done."""
+    for name in ("plan", "limit", "retry_failed"):
         if getattr(options, name) and name not in _OPTIONS_OF_STAGES[stage]:
             stages = " and ".join(f"--stage {other}" for other, names in _OPTIONS_OF_STAGES.items() if name in names)
             raise UserError(f"--{name.replace('_', '-')} is for {stages}; got {stage}")
     if stage == "pretrain" and options.plan:
         return print_plan(config, options)
     if stage == "pretrain":
-        from biphasic.study.plan import describe_totals, plan_study, trained_totals
         from biphasic.study.run import pretrain
 
         status = pretrain(config, options.limit)
-        study_plan = plan_study(config)
-        if status == 0 and all(run.state == "done" for run in study_plan.runs):
-            print(describe_totals(trained_totals(config), study_plan))
     elif stage == "report":
         from biphasic.report.run import write_report
-        from biphasic.study.stages import scored_models
 
-        folders, own = [config.folder], [""]
-        if config.local_folder != config.folder:
-            # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket. Other runs and
-            # studies may have the same `output`.
-            folders.append(config.local_folder)
-            own = [folder for name in scored_models(config) for folder in (name, f"evaluate/{name}")]
-        write_report(folders, f"{config.local_folder}/report", subfolders=own)
+        # Logs are local even if checkpoints and the sweep's records are in a bucket. Other runs may have the same `output`.
+        in_bucket = config.local_folder != config.folder
+        folders = [config.folder, config.local_folder] if in_bucket else [config.folder]
+        write_report(folders, f"{config.local_folder}/report", list(config.models) if in_bucket else None)
         return 0
     else:
         from biphasic.study.stages import evaluate, export, sweep_config

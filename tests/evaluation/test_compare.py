@@ -16,9 +16,10 @@ from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.evaluation.run import run
 from biphasic.finetuning.classification import entity_scores
-from biphasic.report import compare as module
-from biphasic.report.compare import compare, describe, flagged_scores, paired_test
-from biphasic.report.example_scores import ExampleValues, entity_counts, mean_score, read_scored_model
+from biphasic.report import statistics as module
+from biphasic.report.compare import compare, describe
+from biphasic.report.example_scores import entity_counts, read_scored_model
+from biphasic.report.statistics import ExampleValues, mean_score, paired_test
 from helpers.mteb_mirror import config_of, records_of, rows, write_model, write_own
 from helpers.rankings import grades, read_run
 
@@ -128,10 +129,9 @@ def test_two_evaluations(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest
             each["text"] == texts[each["id"]] and {one["id"]: one["grade"] for one in each["gold"]} == qrels[each["id"]]
         )
         assert [each["a_predicted"], each["b_predicted"]] == [found[each["id"]] for found in best]
-        assert each["documents"].keys() == {*each["a_predicted"], *each["b_predicted"]}
     first = changed[0]["id"]
     assert f"{first}: {by_query[0][first]:.4f} to {by_query[1][first]:.4f}  {texts[first]}" in printed
-    assert f"d{first[1:]} [1]" in printed and f"| {row['difference']:+.4f} |" in printed
+    assert f"| {row['difference']:+.4f} |" in printed
 
 
 def test_a_baseline_of_the_same_run(runs: tuple[Path, Path]) -> None:
@@ -187,26 +187,3 @@ def test_what_cannot_be_compared_is_refused(runs: tuple[Path, Path], model: Path
     (changed / "scores.json").write_text("{}")
     with pytest.raises(UserError, match=r"scores\.json: is not a run's result"):
         read_scored_model(str(changed))
-
-
-def test_scores_with_and_without_flagged_queries(runs: tuple[Path, Path]) -> None:
-    """q0 and q5 are flagged by their own texts; document d7, by which q7 is flagged, is relevant for it alone."""
-    model = read_scored_model(str(runs[1]))
-    del model.sets["first-set-judged test", "ndcg_at_10"]
-    columns = model.sets["first-set test", "ndcg_at_10"].predictions[0]
-    scores = dict(zip(columns["id"], columns["ndcg_at_10"], strict=True))
-    parts = [{"task": "first-set", "split": "queries", "found": [{"id": "q0"}, {"id": "q5"}, {"id": "q777"}]},
-             {"task": "first-set", "split": "corpus", "found": [{"id": "d7"}]}]  # fmt: skip
-    by_query, by_document = flagged_scores({"sets": parts}, model)
-    rest = [score for query, score in scores.items() if query not in ("q0", "q5")]
-    assert by_query == {
-        "set": "first-set test", "metric": "ndcg_at_10", "flagged by": "queries", "all examples": 30,
-        "all": pytest.approx(np.mean([*scores.values()])), "flagged examples": 2,
-        "flagged": pytest.approx((scores["q0"] + scores["q5"]) / 2), "unflagged examples": 28,
-        "unflagged": pytest.approx(np.mean(rest)),
-    }  # fmt: skip
-    assert (by_document["flagged examples"], by_document["flagged"]) == (1, pytest.approx(scores["q7"]))
-    none = [{"task": "first-set", "split": "queries", "found": []}]
-    assert flagged_scores({"sets": none}, model)[0]["flagged"] is None
-    with pytest.raises(UserError, match="expected scores of third-set; it has scores of first-set test"):
-        flagged_scores({"sets": [{**none[0], "task": "third-set"}]}, model)

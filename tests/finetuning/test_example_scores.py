@@ -44,8 +44,8 @@ def test_recorded_scores_are_those_of_the_predictions(name: str, toy: Path, tmp_
         assert row["interval"][0] <= row["difference"] <= row["interval"][1] and 0 < row["p"] <= row["holm_p"] <= 1
         changed = [example for example in row["by_example"] if "gold" in example]
         different = sum(example["a"] != example["b"] for example in row["by_example"])
-        assert len(changed) == min(different, 10) and all(example["text"] for example in changed)
-        assert all(example["text"][:40] in describe(report) for example in changed)
+        assert len(changed) == min(different, 10)
+        assert all(f"  {example['id']}: " in describe(report) for example in changed)
     # A run without its files of predictions.
     for file in (folders[0] / "predictions").glob("*.parquet"):
         file.unlink()

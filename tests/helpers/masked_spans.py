@@ -22,7 +22,6 @@ class MaskedSpans(Objective):
     name = "spans"
     causal = False
     words = "span masking"
-    color = "#cfe8cf"
 
     span: int = 3
     masking_ratio: float = 0.3

@@ -17,11 +17,11 @@ from typing import Any
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.errors import UserError
-from biphasic.finetuning.records import DownstreamResult, TrialCost, TrialResult
+from biphasic.finetuning.records import DownstreamResult, TrialResult
 
 
 def trial_name(config: FinetuneConfig) -> str:
-    path = model_file(config)
+    path = Path(config.model.path)
     if not path.is_file():
         raise UserError(f"model {path}: is not there")
     settings = config.model_dump(mode="json", exclude={"run_name", "model", "logging", "output"})
@@ -36,29 +36,9 @@ def require_validation(config: FinetuneConfig) -> None:
     pass
 
 
-def estimate_cost(config: FinetuneConfig) -> TrialCost:
-    return TrialCost(7.2e6, json.loads(model_file(config).read_text()).get("bytes"))
-
-
-def model_file(config: FinetuneConfig) -> Path:
-    path = Path(config.model.path)
-    return path / "model" if path.is_dir() else path
-
-
-def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
-    settings = json.loads(model_file(config).read_text())
-    if settings.get("lose") and not os.path.exists(settings["lose"]):
-        raise OSError("no space")
-    folder.mkdir(parents=True)
-    write_line(Path(settings["log"]), "kept", config.run_name)
-    (folder / "model").write_text(json.dumps({**settings, "from": config.run_name}))
-
-
 def run_trial(config: FinetuneConfig) -> TrialResult:
-    settings = json.loads(model_file(config).read_text())
+    settings = json.loads(Path(config.model.path).read_text())
     log = Path(settings["log"])
-    if "from" in settings:
-        write_line(log, "begun", f"{config.run_name}:{settings['from']}")
     write_line(log, "started", config.run_name)
     mended = os.path.exists(settings.get("mended", ""))
     if settings["do"] == "fail" and config.seed == 0 and not mended:

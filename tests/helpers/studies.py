@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from biphasic.config.load import dump
-from biphasic.config.model_names import Facets, facets_of_name
+from biphasic.config.model_names import Facets
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.storage import open_store
@@ -30,6 +31,33 @@ MODELS = (
 """Models for every figure. The last two are checkpoints."""
 RATES, SEEDS = (1e-5, 5e-5), (0, 1, 2)
 STEP_SECONDS = 0.25
+_PHASE = re.compile(r"-(clm|mlm(?P<percent>\d\d))-(?P<decayed>dec)?(?P<end>[\d.]+k?)(?=-|$)")
+
+
+def facets_of_name(name: str) -> Facets:
+    """What a name of the paper says: `610m-mlm40-dec42k-mlm40-54k`, or with a checkpoint's steps at the end."""
+
+    def steps_of(text: str) -> int:
+        return round(float(text.removesuffix("k")) * (1000 if text.endswith("k") else 1))
+
+    size, _, rest = name.partition("-")
+    phases = list(_PHASE.finditer(f"-{rest}"))
+    end = size + f"-{rest}"[: phases[-1].end()]
+    start = base_steps = clm_steps = 0
+    continued_from, objectives, ratios = None, [], set[float]()
+    for phase in phases:
+        steps = steps_of(phase["end"])
+        if phase["decayed"]:
+            continued_from, base_steps = (size + f"-{rest}"[: phase.end()]).replace("-dec", "-"), steps
+            objectives, ratios, clm_steps = [], set(), 0
+        else:
+            objectives.append(phase[1][:3])
+            ratios |= {int(phase["percent"]) / 100} if phase["percent"] else set()
+            clm_steps += 0 if phase["percent"] else steps - start
+        start = steps
+    checkpoint = steps_of(name.removeprefix(f"{end}-")) if name != end else start
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    return Facets(end, size, "-".join(objectives), ratio, clm_steps, start, checkpoint, continued_from, base_steps)
 
 
 def config_of(name: str, **changes: Any) -> PretrainConfig:
@@ -81,9 +109,14 @@ def score(cell: Cell, name: str) -> tuple[float, float]:
     return base + 1000 * cell.lr, base + noise + 1000 * cell.lr
 
 
-def write_run(folder: Path, name: str) -> None:
-    """Write a run's configuration and metrics."""
-    run = folder / name
+def count_batches(metrics: Path) -> int:
+    """The number of batches that all attempts of a run have trained."""
+    return sum('"loss/train/total"' in line for line in metrics.read_text(encoding="utf-8").splitlines())
+
+
+def write_run(folder: Path, name: str, shown_as: str | None = None) -> None:
+    """Write a run's configuration and metrics, into the folder `shown_as`."""
+    run = folder / (shown_as or name)
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump(config_of(name)), encoding="utf-8")
     lines = [json.dumps(line) + "\n" for line in metrics_of(facets_of_name(name))]
@@ -104,23 +137,12 @@ def write_sweep(
     write_grid(store, grid)
 
 
-def write_evaluation(folder: Path, model: str) -> None:
-    """Write an evaluation of the model and a baseline."""
-    scores = {"task": "NanoNQ", "subset": "default", "split": "test", "metric": "ndcg_at_10", "interval": [0.3, 0.5]}
-    records = [
-        {"system": system, "about": {"documents": "full"}, "scores": [{**scores, "value": value}]}
-        for system, value in (("BM25", 0.35), (f"biphasic/{model}", 0.4))
-    ]
-    open_store(str(folder)).write("scores.json", json.dumps({"settings": {}, "records": records}).encode())
-
-
 def write_study(folder: Path, models: Sequence[str] = MODELS) -> None:
-    """Write a study's folder with all models' runs, a sweep over all models, and an evaluation."""
+    """Write a study's folder with all models' runs, and a sweep over all models."""
     for name in models:
         if facets_of_name(name).run == name:
             write_run(folder, name)
     write_sweep(folder / "sweep", models)
-    write_evaluation(folder / "evaluate" / models[0], models[0])
 
 
 def score_rows(scores: dict[tuple[str, str, str, str, int], float]) -> pd.DataFrame:

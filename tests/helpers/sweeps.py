@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from biphasic.finetuning.records import DownstreamResult
-from biphasic.sweep.records import Cell, Grid, GridModel, GridTask, TrialRecord
+from biphasic.sweep.records import Cell, Grid, GridTask, TrialRecord
 
 RATES, SEEDS = (1e-5, 2e-5, 5e-5, 1e-4), (0, 1, 2)
 SST2 = GridTask("sst2", "classification", (("sst2", "sst2", "accuracy"),))
@@ -15,15 +15,14 @@ MSMARCO = GridTask("msmarco", "retrieval", (("msmarco", "msmarco", "ndcg_at_10")
 
 def grid_of(
     models: Sequence[str] = ("a", "b"), tasks: Sequence[GridTask] = (SST2,),
-    rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS, steps: dict[str, int] | None = None,
+    rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS,
     rate_seeds: int | None = None,
 ) -> Grid:  # fmt: skip
     trials = {
         f"{model}.{task.name}.{lr:g}.{seed}": Cell(model, task.name, lr, seed)
         for seed in seeds for task in tasks for model in models for lr in rates
     }  # fmt: skip
-    entries = tuple(GridModel(model, (steps or {}).get(model)) for model in models)
-    return Grid(entries, tuple(tasks), tuple(rates), tuple(seeds), trials, rate_seeds or len(seeds))
+    return Grid(tuple(models), tuple(tasks), tuple(rates), tuple(seeds), trials, rate_seeds or len(seeds))
 
 
 Score = Callable[[Cell, str], tuple[float | None, float | None] | None]

@@ -112,15 +112,17 @@ def test_results_are_neither_removed_nor_copied_into_the_image() -> None:
 
 
 def test_overrides_with_spaces_stay_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In Kubernetes' manifest. A study gives all of a run's overrides in one word."""
+    """In Kubernetes' manifest, which also gets the YAML of a study's run."""
     monkeypatch.syspath_prepend(ROOT / "recipes" / "launch")
     import kubernetes_job
 
     prompt = "task.query_prompt=Which text = the answer?"
-    assert kubernetes_job.main(["mine", "a.yaml", "seed=1 model.path=x", prompt, ""]) == 0
+    monkeypatch.setenv("RUN_YAML", "am9iOiBwcmV0cmFpbg==")
+    assert kubernetes_job.main(["mine", "a.yaml", "seed=1", prompt]) == 0
     _, job = yaml.safe_load_all(capsys.readouterr().out)
     [container] = job["spec"]["template"]["spec"]["containers"]
-    assert container["args"] == ["a.yaml", "seed=1", "model.path=x", prompt]
+    assert container["args"] == ["a.yaml", "seed=1", prompt]
+    assert {"name": "RUN_YAML", "value": "am9iOiBwcmV0cmFpbg=="} in container["env"]
 
 
 def test_the_image_has_what_nccl_and_node_sh_use() -> None:

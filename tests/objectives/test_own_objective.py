@@ -13,13 +13,11 @@ import yaml
 from biphasic.config.history import compare_histories
 from biphasic.config.load import load
 from biphasic.config.plan import plan
-from biphasic.config.study import StudyConfig
 from biphasic.errors import ConfigError
 from biphasic.export.run import export_checkpoint
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.objectives.objective import Draws
 from biphasic.report.study_losses import loss_points
-from biphasic.study.plan import draw_study
 from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.masked_spans import MaskedSpans
@@ -84,17 +82,6 @@ def write_recorded(config: Any, path: Path) -> Path:
     recorded = path.with_name("recorded.yaml")
     recorded.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return recorded
-
-
-def test_a_study_draws_it_in_its_color(write_yaml: Write, tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    content = {"job": "study", "folder": str(tmp_path / "study"), "base": str(write_yaml()),
-               "models": {"spans": {"objective": {"phases": PHASES}}}}  # fmt: skip
-    path.write_text(yaml.safe_dump(content))
-    study = load(path)
-    assert isinstance(study, StudyConfig)
-    drawing = draw_study(study)
-    assert "classDef spans fill:#cfe8cf" in drawing and ":::spans" in drawing and "CLM, SPANS" in drawing
 
 
 @pytest.mark.parametrize(

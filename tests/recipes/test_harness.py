@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from biphasic import main as program
-from biphasic.commands import main as biphasic
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
-from biphasic.report.reference import read_reference
 from helpers.papers_models import write_model
 from helpers.tiny import ROOT, write_tokenizer
 from helpers.toy_sets import config_of, make_sets
 
 HARNESS = ROOT / "recipes" / "paper" / "harness"
-REFERENCE = HARNESS.parent / "reference.csv"
+sys.path.insert(0, str(HARNESS.parent))
+against: Any = import_module("against")
 
 
 def test_the_published_cells_are_those_of_the_sweep() -> None:
     sweep = load(str(HARNESS / "sweep.yaml"))
     assert isinstance(sweep, SweepConfig)
-    cells = read_reference(str(REFERENCE)).query("test_set != '' and lr == 5e-5")
+    cells = against.read_reference().query("test_set != '' and lr == '5e-05'")
     compared = cells[cells.model.isin(list(sweep.models))]
     assert compared[compared.test_set == "mldr"].groupby(["model", "split"]).seed.nunique().eq(5).all()
     assert {"sst2", "msmarco", "mldr"} <= set(compared.test_set)
@@ -50,7 +52,7 @@ def test_up_to_the_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(small))
     assert program.main([str(tmp_path / "sweep.yaml"), "seeds=[0,1]", "cluster.at_once=2"]) == 0
     capsys.readouterr()
-    assert biphasic(["report", str(tmp_path / "sweep"), "--against", str(REFERENCE)]) == 0
+    assert against.main([str(tmp_path / "sweep")]) == 0
     section = capsys.readouterr().out.partition("## At the same rate")[2]
     assert "| 610m-clm-42k | sst2 | test | 5e-5 |" in section and "90.94 (1)" in section
     assert "| 610m-mlm40-42k | msmarco | test | 5e-5 |" in section

@@ -14,7 +14,7 @@ import pytest
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.report.formatting import markdown_page
 from biphasic.storage import open_store
-from biphasic.sweep.records import Cell, Grid, GridModel, GridTask, TrialRecord, write_grid, write_record
+from biphasic.sweep.records import Cell, Grid, GridTask, TrialRecord, write_grid, write_record
 from helpers.tiny import ROOT
 
 sys.path.insert(0, str(ROOT / "recipes" / "muon"))
@@ -53,7 +53,7 @@ def write_sweep(folder: Path, models: list[str]) -> None:
     names = {f"{cell.model}.{cell.lr}.{cell.seed}": cell for cell in cells}
     task = GridTask("parameters", "tokens", (("parameters", "parameters", "f1"),))
     store = open_store(str(folder))
-    write_grid(store, Grid(tuple(map(GridModel, models)), (task,), (2e-3, 6e-3), (0, 1), names, 2))
+    write_grid(store, Grid(tuple(models), (task,), (2e-3, 6e-3), (0, 1), names, 2))
     for name, cell in names.items():
         gain = 0.1 * int(cell.model[-1]) if "muon" in cell.model else 0.0
         validation, test = (0.4, 0.5 + gain + 0.02 * cell.seed) if cell.lr == 6e-3 else (0.3, 0.9)

@@ -14,12 +14,10 @@ from biphasic.report.scores import (
     ScoreTable,
     chosen_scores,
     differences,
-    holm,
-    intervals,
-    mean_interval,
     score_table,
     trial_table,
 )
+from biphasic.report.statistics import holm, intervals, mean_interval
 from biphasic.sweep.records import Cell, Grid, GridTask, TrialRecord
 from helpers.studies import score_rows
 from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of

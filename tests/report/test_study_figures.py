@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 from matplotlib.collections import LineCollection, PathCollection
 
-from biphasic.config.model_names import facets_of_name
 from biphasic.report.scores import score_table
 from biphasic.report.study_report import FIGURES, arrange, draw_figure, facet_table, figure_scores
-from helpers.studies import MODELS, score_rows
+from helpers.studies import MODELS, facets_of_name, score_rows
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.report.scores import mean_interval
+from biphasic.report.statistics import mean_interval
 from biphasic.report.study_losses import MAX_POINTS, loss_events, loss_points, losses_figure
 from helpers.studies import config_of
 

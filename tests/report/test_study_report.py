@@ -13,13 +13,12 @@ import yaml
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.scores import mean_interval
+from biphasic.report.statistics import mean_interval
 from biphasic.report.study_folder import read_study
 from biphasic.report.study_report import FIGURES, report_files
-from biphasic.storage import open_store
 from biphasic.sweep.records import Cell
 from helpers.buckets import bucket_for, upload_to
-from helpers.studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
+from helpers.studies import MODELS, SEEDS, score, write_run, write_study, write_sweep
 from main import main as run_main
 
 NAMES = {*(figure.name for figure in FIGURES), "losses"}
@@ -40,14 +39,13 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 def test_every_figure_is_drawn(study: Path) -> None:
     files = {file.name for file in (study / "report").iterdir()}
-    pages = {"report.md", "report.html", "scores.csv", "groups.json", "differences.csv", "evaluations.csv"}
+    pages = {"report.md", "report.html", "scores.csv", "groups.json", "differences.csv"}
     assert files == {f"{name}.{suffix}" for name in NAMES for suffix in ("png", "csv")} | pages
     page = (study / "report" / "report.md").read_text(encoding="utf-8")
     for name in NAMES:
         assert f"![{name}]({name}.png)" in page
     assert page.endswith("## Left out\n\nNothing.\n")
     assert "| 610m-clm-400 | 610m | clm | n/a | 400 | 400 |" in page
-    assert "| 210m-clm-400 | BM25 | NanoNQ | test | full | ndcg_at_10 | 0.3500 | 0.3000 to 0.5000 |" in page
 
 
 def test_the_stage_of_a_study(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +64,7 @@ def test_the_stage_of_a_study(study: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_stage_of_a_study_in_a_bucket_reads_its_own_models(tmp_path: Path, s3: Path) -> None:
-    """Others have used the same local folder: a sweep, a run and an evaluation."""
+    """Others have used the same local folder: a sweep and a run."""
     place, output = f"s3://{bucket_for(s3, 'report')}/study", tmp_path / "runs"
     base = {"defaults": "yamls/base/paper.yaml", "model.preset": "210m", "objective": {"phases": [{"name": "clm"}]}}
     content = {"job": "study", "folder": place, "output": str(output), "base": base, "models": {"210m-clm-400": {}}}
@@ -74,15 +72,12 @@ def test_the_stage_of_a_study_in_a_bucket_reads_its_own_models(tmp_path: Path, s
     write_sweep(tmp_path / "sweep", ["210m-clm-400"])
     upload_to(tmp_path / "sweep", f"{place}/sweep")
     write_run(output, "210m-clm-400")
-    write_evaluation(output / "evaluate" / "210m-clm-400", "210m-clm-400")
     write_study(output / "quickstart", ["610m-clm-400"])
     write_sweep(output / "sweep", ["210m-clm-400", "610m-mlm40-400"])
     write_run(output, "610m-mlm40-400")
-    write_evaluation(output / "evaluate" / "610m-mlm40-400", "610m-mlm40-400")
     assert run_main([str(tmp_path / "study.yaml"), "--stage", "report"]) == 0
     assert {row["model"] for row in rows_of(output / "report" / "scores.csv")} == {"210m-clm-400"}
     assert {row["run"] for row in rows_of(output / "report" / "losses.csv")} == {"210m-clm-400"}
-    assert {row["model"] for row in rows_of(output / "report" / "evaluations.csv")} == {"210m-clm-400"}
     page = (output / "report" / "report.md").read_text()
     assert "610m-clm-400" not in page and "610m-mlm40-400" not in page
 
@@ -150,9 +145,14 @@ def test_the_same_records_give_the_same_bytes_in_one_folder_or_two(study: Path, 
 
 
 def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep(tmp_path / "first", ["610m-clm-42k", "610m-clm-42000", "encoder"], lambda cell, name: (0.5, 0.6))
-    write_sweep(tmp_path / "second", ["610m-mlm40-42k"], lambda cell, name: (0.5, 0.6) if cell.seed else None)
-    write_evaluation(tmp_path / "elsewhere", "x")
+    models = ["610m-clm-420", "610m-muon-420", "encoder", "other"]
+    for name in models[:2]:
+        write_run(tmp_path, "610m-clm-420", name)
+        (tmp_path / name / "metrics.jsonl").unlink()
+    write_run(tmp_path, "610m-mlm40-420")
+    (tmp_path / "610m-mlm40-420" / "metrics.jsonl").unlink()
+    write_sweep(tmp_path / "first", models, lambda cell, name: (0.5, 0.6))
+    write_sweep(tmp_path / "second", ["610m-mlm40-420"], lambda cell, name: (0.5, 0.6) if cell.seed else None)
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "clm-share.png").write_bytes(b"of an earlier report")
     assert main(["report", str(tmp_path)]) == 0
@@ -161,10 +161,9 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
     left_out = page.split("## Left out\n", 1)[1]
     for name in NAMES - {"objective-by-size"}:
         assert f"- `{name}` needs " in left_out
-    assert "- `objective-by-size` doesn't show 610m-clm-42k, because 610m-clm-42000 has the same place" in left_out
-    assert "- model encoder: expected a name such as" in left_out
-    assert "- elsewhere/scores.json: is not used, because no folder above it has the name of a model." in left_out
-    assert "| MLM 40% | 610m | 610m-mlm40-42k | 60.00 ± 0.00 (2 of 3, rate open) |" in page
+    assert "- `objective-by-size` doesn't show 610m-muon-420, because 610m-clm-420 has the same place" in left_out
+    assert "- no figure shows encoder, other: a model is placed by its run's config.yaml." in left_out
+    assert "| 610m-mlm40-420 | 610m | mlm | 40% | 0 | 420 |  | 60.00 ± 0.00 (2 of 3, rate open) |" in page
 
 
 def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:
@@ -207,7 +206,3 @@ def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: py
     assert refused in capsys.readouterr().err
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert f"{tmp_path}/a {tmp_path}/b: {refused}" in capsys.readouterr().err
-    write_run(tmp_path, "610m-clm-400")
-    open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
-    assert main(["report", str(tmp_path)]) == 2
-    assert "610m-clm-400/scores.json: is not an evaluation's result" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64decode
 from itertools import pairwise
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def paper_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stu
 
 
 NAME = "610m-clm-42k"
-"""Other runs start from it, so it has a list with brackets and quotes among its overrides."""
+"""Other runs start from it, so it keeps more checkpoints than its base."""
 
 
 def logged(study: StudyConfig, capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str, str]:
@@ -184,10 +185,11 @@ def logged(study: StudyConfig, capfd: pytest.CaptureFixture[str]) -> tuple[list[
     return log
 
 
-def require_the_run(study: StudyConfig, words: list[str]) -> None:
-    """What node.sh gets is the run of the study."""
-    config = load(words[0], words[1:])
-    assert config == load(Path(study.local_folder) / NAME / "run.yaml")
+def require_the_run(study: StudyConfig, encoded: str) -> None:
+    """The YAML that node.sh gets is the run of the study."""
+    file = Path(study.local_folder) / NAME / "run.yaml"
+    assert b64decode(encoded) == file.read_bytes()
+    config = load(file)
     assert isinstance(config, PretrainConfig)
     assert len(config.checkpoint.keep_at) == 13 and config.checkpoint.folder == f"s3://bucket/prefix/paper/{NAME}"
     assert config.data.folder == "s3://bucket/prefix/fineweb-edu-100bt"
@@ -206,15 +208,12 @@ def test_the_documented_command_for_skypilot(
     given = dict(word.split("=", 1) for option, word in options if option == "--env" and "=" in word)
     task = yaml.safe_load(Path(file).read_text())
     assert given.keys() <= task["envs"].keys()
-    # The file's own command, with a replacement for node.sh, in a folder with a file that an unquoted bracket could match.
+    # The file's own command, with a replacement for node.sh.
     script = task["run"].replace("recipes/launch/node.sh", "printf '%s\\n'").replace("exec ", "")
     environment = {**task["envs"], **given, "PATH": os.environ["PATH"]}
-    [keep_at] = [word for word in given["OVERRIDES"].split() if word.startswith("checkpoint.keep_at")]
-    (tmp_path / f"{keep_at.partition('[')[0]}b").touch()
-    words = subprocess.run(
-        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    require_the_run(study, words.stdout.splitlines())
+    words = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert words.stdout.splitlines() == ["run.yaml"]
+    require_the_run(study, given["RUN_YAML"])
 
 
 def test_the_documented_command_for_kubernetes(
@@ -231,7 +230,8 @@ def test_the_documented_command_for_kubernetes(
     variables = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
     assert (pod["subdomain"], variables["MASTER_ADDR"]) == (name, f"{name}-0.{name}")
     assert variables["BUCKET"] == "s3://bucket/prefix"
-    require_the_run(study, pod["containers"][0]["args"])
+    assert pod["containers"][0]["args"] == ["run.yaml"]
+    require_the_run(study, str(variables["RUN_YAML"]))
     # The rest is as in the file.
     assert service["spec"]["ports"] == written_service["spec"]["ports"]
     assert {**job["spec"], "template": None} == {**written["spec"], "template": None}
@@ -257,9 +257,8 @@ def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: P
     (package / "__init__.py").touch()
     (package / "launcher.py").write_text(LAUNCHER.replace("STATUS", str(status)))
     code = (
-        "import sys; from pathlib import Path; from biphasic.config.study import LocalExecutor\n"
-        "from biphasic.study.run import train_here\n"
-        "sys.exit(train_here(LocalExecutor(kind='local', processes=2), Path('run.yaml')))"
+        "import sys; from pathlib import Path; from biphasic.study.executors import ThisMachine\n"
+        "sys.exit(ThisMachine(2).train(Path('run.yaml')))"
     )
     # No other program is needed, such as pkill.
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "PATH": str(tmp_path)}

@@ -30,12 +30,12 @@ def test_the_sweep_of_exported_models(
     study = paper_study(tmp_path, monkeypatch)
     with pytest.raises(UserError, match="no model of the study is exported yet"):
         sweep_config(study)
-    exported = {"610m-clm-3k-mlm40-12k": 12_000, "610m-clm-dec42k-mlm40-54k": 54_000}
+    exported = {"610m-clm-3k-mlm40-12k", "610m-clm-dec42k-mlm40-54k"}
     for name in exported:
         encoder_folder(study, name).mkdir(parents=True)
         (encoder_folder(study, name) / "biphasic.json").write_text("{}")
     sweep = sweep_config(study)
-    assert {name: model.steps for name, model in sweep.models.items()} == exported
+    assert sweep.models.keys() == exported
     assert sweep.models["610m-clm-3k-mlm40-12k"].path == f"{tmp_path}/610m-clm-3k-mlm40-12k/encoder"
     assert sweep.output == f"{tmp_path}/sweep" and len(sweep.tasks) == 10
     assert "610m-clm-42k" in capsys.readouterr().out.partition("not exported yet: ")[2]
@@ -74,12 +74,9 @@ def test_a_stage_that_could_not_run_is_refused_before_the_training(
 ) -> None:
     study = paper_study(tmp_path, monkeypatch)
     check_stages(study)
-    in_bucket = study.model_copy(update={"folder": "s3://bucket/paper"})
-    stages = study.stages.model_copy(update={"finetune": "yamls/sweep/glue.yaml"})
-    with pytest.raises(
-        ConfigError, match=r"glue\.yaml: tasks\.\w+\.encoder_from: .*; with output s3://bucket/paper/sweep"
-    ):
-        plan_study(in_bucket.model_copy(update={"stages": stages}))
+    stages = study.stages.model_copy(update={"finetune": "yamls/sweep/none.yaml"})
+    with pytest.raises(ConfigError, match=r"yamls/sweep/none\.yaml: can't be read"):
+        plan_study(study.model_copy(update={"stages": stages}))
     missing = study.stages.model_copy(update={"evaluate": "yamls/none.yaml"})
     with pytest.raises(ConfigError, match=r"yamls/none\.yaml: can't be read"):
         pretrain(study.model_copy(update={"stages": missing}))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ def write_sweep(tmp_path: Path, log: Path) -> Callable[..., Path]:
     def write(
         models: dict[str, dict[str, Any]] | None = None,
         tasks: tuple[str, ...] = ("sst2",),
-        encoder_from: Mapping[str, str] = MappingProxyType({}),
         **keys: Any,
     ) -> Path:
         for name, content in (models or {"m": {"do": "train"}}).items():
@@ -53,12 +51,7 @@ def write_sweep(tmp_path: Path, log: Path) -> Callable[..., Path]:
             "job": "sweep",
             "output": str(tmp_path / "out"),
             "models": {name: {"path": str(tmp_path / f"{name}.model")} for name in models or ["m"]},
-            "tasks": {
-                name: {"file": str(tmp_path / f"{name}.yaml"), "encoder_from": encoder_from[name]}
-                if name in encoder_from
-                else str(tmp_path / f"{name}.yaml")
-                for name in tasks
-            },
+            "tasks": {name: str(tmp_path / f"{name}.yaml") for name in tasks},
             "learning_rates": [1e-5, 2e-5],
             "seeds": [0, 1],
             **keys,

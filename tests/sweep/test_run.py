@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -25,11 +24,10 @@ from biphasic.errors import PREEMPTED, UserError
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
-from biphasic.sweep.plan import TrialSeconds, describe_plan, plan_sweep
+from biphasic.sweep.plan import describe_plan, device_seconds, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
 from biphasic.sweep.run import Driver, run
-from biphasic.sweep.workers import FinishedJob, TrialJob, Workers, choose_layout
-from biphasic.workers.group import WorkerGroup
+from biphasic.sweep.workers import FinishedJob, TrialJob, choose_layout
 from conftest import MakeBucket
 from helpers.small_trials import read_log
 from helpers.sweeps import grid_of
@@ -37,7 +35,6 @@ from helpers.sweeps import records_of as scored_records
 
 LoadSweep = Callable[..., SweepConfig]
 DRIVE = [sys.executable, "-m", "helpers.drive_sweep"]
-GIB = 2**30
 
 
 def records_of(config: SweepConfig) -> dict[str, TrialRecord]:
@@ -45,17 +42,16 @@ def records_of(config: SweepConfig) -> dict[str, TrialRecord]:
     return read_records(folder, read_grid(folder).trials)
 
 
-def test_failed_killed_and_duplicate_trials(
+def test_failed_and_killed_trials(
     sweep: LoadSweep, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One model fails, one kills its worker once, one always, two are the same. Then again, and with --retry-failed."""
+    """One model fails, one kills its worker once, one always. Then again, and with --retry-failed."""
     mended = tmp_path / "mended"
     models = {
         "good": {"do": "train"},
         "bad": {"do": "fail", "mended": str(mended)},
         "dies": {"do": "die", "times": 1},
         "deadly": {"do": "die", "times": 9},
-        "same": {"do": "train"},
     }
     config = sweep(models, learning_rates=[1e-5], seeds=[0], cluster={"retries": 1, "at_once": 2})
     assert run(config, module="helpers.small_trials") == 1
@@ -67,12 +63,9 @@ def test_failed_killed_and_duplicate_trials(
     assert (records["deadly"].error or "").startswith("its worker died 2 times; ")
     assert records["dies"].about["attempt"] == 1
     assert records["good"].about["trials_on_device"] == 2
-    # Two models with the same content are trained once and have two records.
-    copy = records["same"]
-    assert copy.about["copy_of"] == records["good"].trial and copy.results == records["good"].results
     assert Counter(read_log(log, "trained")) == {"sst2-good-1e-05-0": 1, "sst2-dies-1e-05-0": 1}
     output = capsys.readouterr().out
-    assert "3 of 5 trials done, 2 failed, 0 left" in output and f"biphasic report {config.output}" in output
+    assert "2 of 4 trials done, 2 failed, 0 left" in output and f"biphasic report {config.output}" in output
     assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in output
 
     started = len(read_log(log, "started"))
@@ -82,7 +75,7 @@ def test_failed_killed_and_duplicate_trials(
     mended.touch()
     config = sweep({**models, "deadly": {"do": "train", "seconds": 0}}, learning_rates=[1e-5], seeds=[0])
     assert run(config, retry_failed=True, module="helpers.small_trials") == 0
-    assert Counter(record.status for record in records_of(config).values()) == {"done": 5}
+    assert Counter(record.status for record in records_of(config).values()) == {"done": 4}
     # Done trials stay, the failed one runs again, and the changed model's trials are new ones.
     again = read_log(log, "started")[started:]
     assert sorted(again) == ["sst2-bad-1e-05-0", "sst2-deadly-1e-05-0"]
@@ -133,55 +126,64 @@ def test_a_gpu_that_cannot_be_used_runs_no_trial(
 
 
 def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
-    cost = {"dollars_per_hour": 2.0, "flops_per_second": 1e3}
-    config = sweep({"a": {"do": "train"}, "b": {"do": "train", "x": 1}}, cluster={"at_once": 1}, cost=cost)
+    config = sweep(
+        {"a": {"do": "train"}, "b": {"do": "train"}}, cluster={"at_once": 1}, cost={"dollars_per_hour": 7200}
+    )
     before = plan_sweep(config, "helpers.small_trials")
-    assert [(line.left, line.source, line.device_hours) for line in before.lines] == [(4, "FLOPs", 8.0)] * 2
-    assert (before.device_hours, before.dollars, before.unknown) == (16.0, 32.0, 0)
+    left = {"task": "sst2", "done": 0, "failed": 0, "left": 4}
+    assert before.trials == [{**left, "model": "a"}, {**left, "model": "b"}]
+    assert before.device_hours is None and "are not known before some trials have run" in describe_plan(before)
     assert not Path(config.output).exists(), "a plan writes nothing"
     assert run(config, limit=2, module="helpers.small_trials") == 0
     # Seed by seed: both rates of the first model.
     assert sorted(read_log(log, "trained")) == ["sst2-a-1e-05-0", "sst2-a-2e-05-0"]
     after = plan_sweep(config, "helpers.small_trials")
-    assert [(line.done, line.left, line.source) for line in after.lines] == [(2, 2, "recorded"), (0, 4, "FLOPs")]
+    assert after.trials == [{**left, "model": "a", "done": 2, "left": 2}, {**left, "model": "b"}]
     seconds = [record.seconds["total"] for record in records_of(config).values()]
-    assert after.lines[0].device_hours == pytest.approx(sum(seconds) / 3600)
-    unknown = plan_sweep(config.model_copy(update={"cost": None}), "helpers.small_trials")
-    assert unknown.unknown == 4 and "trials of unknown duration: 4; run a few" in describe_plan(unknown)
+    assert after.device_hours == pytest.approx(6 * sum(seconds) / 2 / 3600)
+    assert after.dollars == pytest.approx(6 * sum(seconds))
+    assert "8 trials: 2 done, 6 left" in describe_plan(after)
     Path(config.models["b"].path).unlink()
     missing = plan_sweep(config, "helpers.small_trials")
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
-def test_durations_are_estimated_from_trained_trials_only() -> None:
-    """Two trials took 10 seconds each on a shared device. A failed trial and a copy had a device alone, and don't count."""
-    grid = grid_of(models=("a",))
-    first, second, failed, copied, *rest = scored_records(grid, lambda cell, name: (0.5, 0.5)).values()
+def test_durations_are_estimated_from_done_trials() -> None:
+    """Two trials took 10 seconds each on a shared device. A failed trial had a device alone, and doesn't count."""
+    grid = grid_of(models=("a", "b"))
+    first, second, failed, *rest = scored_records(grid, lambda cell, name: (0.5, 0.5)).values()
     records = [
         *(replace(record, about={"trials_on_device": 2}) for record in (first, second)),
         replace(failed, status="failed", seconds={"total": 100.0}, about={"trials_on_device": 1}),
-        replace(copied, seconds={"total": 100.0}, about={"trials_on_device": 1, "copy_of": first.trial}),
     ]
-    seconds = TrialSeconds({record.trial: record for record in records})
-    assert seconds.on_device == {("a", "sst2"): 5.0}
-    assert seconds.total([record.cell for record in rest[:4]]) == 4 * 10
+    of_b = next(record for record in rest if record.cell.model == "b")
+    records.append(replace(of_b, seconds={"total": 60.0}))
+    cells = [record.cell for record in rest if record.cell.model == "a"]
+    found = {record.trial: record for record in records}
+    assert device_seconds(found, cells[:4]) == 4 * 5
+    unknown = replace(cells[0], model="c")
+    assert device_seconds(found, [of_b.cell, unknown]) == 60 + (5 + 5 + 60) / 3
+    assert device_seconds({}, cells) is None
 
 
 def test_other_seeds_run_at_the_chosen_rate(sweep: LoadSweep, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also for a model with the same files, whose records are copies, and with a failed and repaired trial."""
-    models = {"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "train", "x": 1}}
-    config = sweep(models, seeds=[0, 1, 2], rate_seeds=1, cluster={"at_once": 1}, cost={"flops_per_second": 1e3})
-    assert [line.left for line in plan_sweep(config, "helpers.small_trials").lines] == [4, 4, 4]
+    models = {"a": {"do": "train"}, "b": {"do": "train", "x": 1}}
+    config = sweep(models, seeds=[0, 1, 2], rate_seeds=1, cluster={"at_once": 1})
+
+    def left() -> list[Any]:
+        return [row["left"] for row in plan_sweep(config, "helpers.small_trials").trials]
+
+    assert left() == [4, 4]
     assert run(config, limit=3, module="helpers.small_trials") == 0
-    assert [line.left for line in plan_sweep(config, "helpers.small_trials").lines] == [2, 2, 3]
+    assert left() == [2, 3]
     assert run(config, module="helpers.small_trials") == 0
     best = sorted({record.cell.lr for record in records_of(config).values() if record.cell.seed})
     assert len(best) == 1, "the trials' scores depend on nothing but rate and seed"
-    expected = [f"sst2-{model}-{lr:g}-0" for model in ("a", "b") for lr in (1e-5, 2e-5)]
-    expected += [f"sst2-{model}-{best[0]:g}-{seed}" for model in ("a", "b") for seed in (1, 2)]
+    expected = [f"sst2-{model}-{lr:g}-0" for model in models for lr in (1e-5, 2e-5)]
+    expected += [f"sst2-{model}-{best[0]:g}-{seed}" for model in models for seed in (1, 2)]
     assert sorted(read_log(log, "trained")) == sorted(expected)
-    assert len(records_of(config)) == 12 and "12 of 12 trials done, 0 failed, 0 left" in capsys.readouterr().out
-    assert sum(line.left for line in plan_sweep(config, "helpers.small_trials").lines) == 0
+    assert len(records_of(config)) == 8 and "8 of 8 trials done, 0 failed, 0 left" in capsys.readouterr().out
+    assert left() == [0, 0]
     assert run(config, module="helpers.small_trials") == 0
     assert len(read_log(log, "started")) == len(expected)
 
@@ -222,7 +224,7 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     # Nothing is missing in the other grid, which must not replace the running one's.
     with pytest.raises(UserError, match="is locked by a running process"):
         run(other, module="helpers.small_trials")
-    assert {model.name for model in read_grid(open_store(config.output)).models} == {"m"}
+    assert read_grid(open_store(config.output)).models == ("m",)
     (os.killpg if to_group else os.kill)(driver.pid, number)
     output = driver.communicate(timeout=30)[0]
     assert driver.returncode == PREEMPTED, output
@@ -236,59 +238,20 @@ def test_a_module_that_cannot_be_imported(sweep: LoadSweep) -> None:
 
 
 def test_layout() -> None:
-    def layout(cpus: int = 16, gpus: int = 0, memory: int | None = None, needs: Any = (), **keys: Any) -> Any:
-        chosen = choose_layout(SweepCluster(**keys), cpus, gpus, memory, needs)
-        return chosen.slots, chosen.per_device, chosen.share_of_gpu, chosen.gpu_bytes
+    def layout(cpus: int = 16, gpus: int = 0, **keys: Any) -> tuple[int, int, float]:
+        return choose_layout(SweepCluster(**keys), cpus, gpus)
 
-    assert layout() == (16, 16, 0.0, None)
-    assert layout(cpus_per_trial=3) == (5, 5, 0.0, None)
-    assert layout(at_once=4) == (4, 4, 0.0, None)
-    assert layout(gpus=2, trials_per_gpu=3) == (6, 3, 0.3333, None)
+    assert layout() == (16, 16, 0.0)
+    assert layout(cpus_per_trial=3) == (5, 5, 0.0)
+    assert layout(at_once=4) == (4, 4, 0.0)
+    assert layout(gpus=2) == (2, 1, 1.0)
+    assert layout(gpus=2, trials_per_gpu=3) == (6, 3, 0.3333)
     # The YAML's number of cores holds beside GPUs too.
-    assert layout(gpus=2, trials_per_gpu=3, cpus_per_trial=4) == (4, 2, 0.5, None)
-    assert layout(gpus=2, memory=80 * GIB, needs=[10 * GIB, 30 * GIB, None]) == (12, 6, 0.1666, 80 * GIB)
-    assert layout(gpus=2, memory=80 * GIB, needs=[None]) == (2, 1, 1.0, None)
-    assert layout(gpus=2, needs=[]) == (2, 1, 1.0, None)
-    assert layout(gpus=1, memory=8 * GIB, needs=[30 * GIB]) == (1, 1, 1.0, None)
-
-
-class GroupWithoutProcesses(WorkerGroup):
-    """Six workers on each of two GPUs, whose calls never end."""
-
-    def start(self, number: int, cpus: int, gpu_share: float) -> Any:
-        return SimpleNamespace(submit=lambda *_: Future())
-
-    def make_report(self) -> Any: ...
-
-    def take_reports(self) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-def test_trials_on_gpus_fit_their_memory() -> None:
-    def started(*sizes: int | None) -> int:
-        layout = choose_layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
-        group = GroupWithoutProcesses()
-        group.open(layout.slots, "", object)
-        workers = Workers(group, layout, {})
-        assert workers.size == 12 and group.wait(0) == []
-        for index, slot in enumerate(group.slots):
-            slot.location, slot.pending = f"node {index // 6}", None
-        jobs = [TrialJob(str(index), None, None, size and size * GIB) for index, size in enumerate(sizes)]  # pyright: ignore
-        return len(workers.start(jobs))
-
-    assert started(*[10] * 20) == 12
-    assert started(60, 60, 60) == 2
-    assert started(60, 10, 60, 10, 10) == 4, "60 and 10 on each"
-    assert started(60, 60, 30, 1) == 2, "small trials don't overtake a large one"
-    assert started(None, None, 10) == 2, "a trial of unknown size gets a GPU"
-    assert started(200) == 1, "a trial that fits nowhere is tried alone"
+    assert layout(gpus=2, trials_per_gpu=3, cpus_per_trial=4) == (4, 2, 0.5)
 
 
 class InlineWorkers:
     """Runs one trial at a time; `end` makes its end."""
-
-    bytes_of: dict[tuple[str, str], int | None] = {}
 
     def __init__(self, end: Callable[[TrialJob], FinishedJob]):
         self.running: list[TrialJob] = []
@@ -320,17 +283,17 @@ def done(job: TrialJob) -> FinishedJob:
     return FinishedJob(job, TrialRecord(job.trial, job.cell, "done", (result,), seconds={"total": 1.0}), written=False)
 
 
-def test_jobs_start_in_order_and_once_for_each_content(sweep: LoadSweep) -> None:
-    driver = driver_of(sweep({"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "fail"}}))
+def test_jobs_start_in_order_and_once(sweep: LoadSweep) -> None:
+    driver = driver_of(sweep({"a": {"do": "train"}, "b": {"do": "fail"}}))
     workers: Any = InlineWorkers(done)
 
     def cells(limit: int | None = None) -> list[tuple[str, float, int]]:
         return [(job.cell.model, job.cell.lr, job.cell.seed) for job in driver.jobs(workers, limit)]
 
-    assert cells(3) == [("a", 1e-5, 0), ("a", 2e-5, 0), ("b", 1e-5, 0)], "one of each content"
+    assert cells(3) == [("a", 1e-5, 0), ("a", 2e-5, 0), ("b", 1e-5, 0)]
     assert len(cells()) == 8
     [workers.running] = [[job] for job in driver.jobs(workers, 1)]
-    assert cells(1) == [("a", 2e-5, 0)], "its content runs under another name"
+    assert cells(1) == [("a", 2e-5, 0)], "the first one runs"
 
 
 def test_records_wait_while_the_output_cannot_be_written(
@@ -355,21 +318,17 @@ def test_a_driver_that_lost_its_lock_stops(sweep: LoadSweep) -> None:
 
 
 def test_lost_workers_are_counted_by_trial(sweep: LoadSweep) -> None:
-    """A trial runs again after its worker died, on a GPU by itself; the third loss is its failure."""
+    """A trial runs again after its worker died; the third loss is its failure."""
     config = sweep(learning_rates=[1e-5])
     driver = driver_of(config)
-    attempts: list[tuple[int, int, int | None]] = []
+    attempts: list[tuple[int, int]] = []
 
     def end(job: TrialJob) -> FinishedJob:
-        attempts.append((job.cell.seed, job.attempt, job.bytes))
+        attempts.append((job.cell.seed, job.attempt))
         return FinishedJob(job, lost="its GPU was full") if job.cell.seed == 0 else done(job)
 
-    InlineWorkers.bytes_of = {("m", "sst2"): 7}
-    try:
-        work(driver, end)
-    finally:
-        InlineWorkers.bytes_of = {}
-    assert attempts == [(0, 0, 7), (0, 1, None), (0, 2, None), (1, 0, 7)]
+    work(driver, end)
+    assert attempts == [(0, 0), (0, 1), (0, 2), (1, 0)]
     errors = {record.cell.seed: record.error for record in driver.records.values()}
     assert (errors[0] or "").startswith("its GPU was full 3 times; ") and errors[1] is None
     assert {seed: replace(record, trial="").status for seed, record in enumerate(driver.records.values())} == {

@@ -19,7 +19,7 @@ import pytest
 from biphasic import limits
 from biphasic.errors import UserError
 from biphasic.workers import local
-from biphasic.workers.local import LocalWorkers, parallel_map, smallest_gpu_bytes, visible_gpus
+from biphasic.workers.local import LocalWorkers, parallel_map, visible_gpus
 from helpers.worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
 
 ROOT = Path(__file__).parents[2]
@@ -234,17 +234,17 @@ def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "_DRIVERS", ())
-    assert (visible_gpus(), smallest_gpu_bytes()) == ([], None)
+    assert visible_gpus() == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 81559\necho 40960\n")
     program.chmod(0o755)
-    assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], 40 * 2**30)
+    assert visible_gpus() == ["0", "1"]
     for value, names in (("1", ["1"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("", []), ("0,-1,1", ["0"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert visible_gpus() == names
     program.write_text("#!/bin/sh\necho '[N/A]'\necho 40960\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], None)
+    assert visible_gpus() == ["0", "1"]
     program.write_text("#!/bin/sh\necho 'No devices were found'\n")
     assert visible_gpus() == []
     program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
@@ -263,14 +263,14 @@ def test_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", str(python))
     assert visible_gpus() == []
     (tmp_path / "driver").touch()
-    assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], 65520 * 2**20)
-    # Nor of a MIG device: nvidia-smi would name the memory of the whole GPU.
+    assert visible_gpus() == ["0", "1"]
+    # Also for MIG devices: nvidia-smi would count whole GPUs.
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 81559\n")
     program.chmod(0o755)
-    assert smallest_gpu_bytes() == 81559 * 2**20
+    assert visible_gpus() == ["0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    assert (visible_gpus(), smallest_gpu_bytes()) == (["MIG-a", "MIG-b"], 65520 * 2**20)
+    assert visible_gpus() == ["MIG-a", "MIG-b"]
 
 
 def test_the_query_of_pytorch_runs() -> None:

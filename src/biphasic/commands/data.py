@@ -216,7 +216,6 @@ def tasks(options: Namespace) -> int:
     argument("--words", type=positive, default=13, metavar="N", help="length of a shared n-gram (default: 13)"),
     argument("--examples", type=count, default=3, metavar="N", help="examples to print of each split (default: 3)"),
     argument("--out", type=local_path, metavar="FILE.json", help="write the counts and all examples with an n-gram"),
-    argument("--scores", metavar="RUN", help="an evaluation, fine-tuning or sweep: scores without flagged examples"),
     argument("--cache", default="runs/cache", metavar="FOLDER", help="for tables of buckets (default: runs/cache)"),
 )
 def overlap(options: Namespace) -> int:
@@ -224,19 +223,11 @@ def overlap(options: Namespace) -> int:
 
     It removes nothing: the printed passages show whether an example was copied or shares a common phrase.
     """
-    from tabulate import tabulate
-
     from biphasic.downstream.overlap import describe, find_overlap
-    from biphasic.report.compare import flagged_scores
-    from biphasic.report.example_scores import read_scored_model
 
-    scored = None if options.scores is None else read_scored_model(options.scores)
     report = find_overlap(options.data, options.tasks, options.words, options.cache, options.overrides)
     print(describe(report, options.examples))
     print(f"\nread {report['read']:,} words")
-    if scored is not None:
-        report["scores"] = flagged_scores(report, scored)
-        print("\n" + tabulate(report["scores"], "keys", "pipe", floatfmt=".4f", intfmt=","))
     if options.out is not None:
         open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
         print(f"{options.out}: the counts and all examples with a shared {options.words}-gram")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from biphasic.commands.parser import argument, local_path, positive
+from biphasic.commands.parser import argument, positive
 from biphasic.ranks import REFUSED
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ PLAN_ARGUMENTS = (
     argument("--json", action="store_true", help="with --plan: print JSON"),
     argument("--ranks", type=positive, help="with --plan: number of processes; default: $WORLD_SIZE, or 1"),
     argument("--memory", action="store_true", help="pretraining, with --plan: rehearse batches and print their memory"),
-    argument("--draw", type=local_path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
 )
 """`--plan` and its options."""
 
@@ -47,12 +46,10 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         print(json.dumps(asdict(sweep_plan), indent=2) if options.json else describe_plan(sweep_plan))
         return 0
     if config.job == "study":
-        from biphasic.study.plan import describe_plan, draw_study, plan_study
+        from biphasic.study.plan import describe_plan, plan_study
 
         study_plan = plan_study(config)
         print(json.dumps(asdict(study_plan), indent=2) if options.json else describe_plan(study_plan, config.cost))
-        if options.draw:
-            options.draw.write_text(draw_study(config), encoding="utf-8")
         return 0
     if config.job == "tasks":
         from biphasic.downstream.prepare import plan_tasks

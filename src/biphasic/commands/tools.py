@@ -106,37 +106,18 @@ def watch(options: Namespace) -> int:
 
 
 @command(
-    "write the report of a sweep, a study or the recipes",
-    argument("folders", metavar="RESULTS", nargs="*", help="a sweep's output or a study's folders"),
+    "write the report of a sweep or a study",
+    argument("folders", metavar="RESULTS", nargs="+", help="a sweep's output or a study's folders"),
     argument("--out", help="the folder to write; default: `report` within the first local RESULTS, or ./report"),
-    argument("--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"),
-    argument("--models", metavar="YAML", help="with --against: lines `published model: measured model`"),
-    argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json"),
-    argument("--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run with the recipe's results.json"),
 )
 def report(options: Namespace) -> int:
-    """Write the report of a sweep or a study, or the results of recipes.
+    """Write the report of a sweep or a study: tables with intervals, and figures.
 
-    biphasic report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv [--models FILE.yaml]]
-    biphasic report --results recipes
-    biphasic report --check recipes/NAME RUN
-
-    The exit status is 1 if a checked run differs from its recipe.
+    biphasic report RESULTS... [--out FOLDER]
     """
-    if sum(map(bool, (options.folders, options.results, options.check))) != 1:
-        raise UserError("biphasic report: error: expected one of RESULTS, --results and --check")
-    if ((options.out or options.against) and not options.folders) or (options.models and not options.against):
-        raise UserError("biphasic report: error: --out and --against are for RESULTS, and --models for --against")
-    if options.folders:
-        from biphasic.report.run import write_report
+    from biphasic.report.run import write_report
 
-        write_report(options.folders, options.out, options.against, options.models)
-        return 0
-    from biphasic.report.recipe_results import check_recipe, write_results_page
-
-    if options.check is not None:
-        return 0 if check_recipe(*options.check) else 1
-    write_results_page(options.results)
+    write_report(options.folders, options.out)
     return 0
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +29,9 @@ from biphasic.config.base import (
     within,
 )
 from biphasic.config.check import check
-from biphasic.config.data import expand_folder
 from biphasic.config.merging import MergeShape, merge_weights
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.read import KeyTree, escape_interpolations, format_override, read_tree
+from biphasic.config.read import KeyTree, escape_interpolations, read_tree
 from biphasic.durations import Duration
 from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.storage import is_remote, join
@@ -79,10 +78,8 @@ class CommandExecutor(Section):
     """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
 
     kind: Literal["command"]
-    command: Annotated[str, template("name", "file", "base", "overrides")]
-    """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its resolved YAML on this machine;
-    `{base}` and `{overrides}` give the same run to a machine that has only the repository: the path in the study's `base`,
-    and `key=value` pairs, separated by spaces."""
+    command: Annotated[str, template("name", "file")]
+    """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its complete YAML here."""
 
 
 Executor = Annotated[LocalExecutor | SlurmExecutor | CommandExecutor, Field(discriminator="kind")]
@@ -196,7 +193,12 @@ class StudyConfig(JobConfig):
             if name not in self.models:
                 yield [f"stages.checkpoints.{name}"], f"expected the name of a model of this study; got {name!r}"
         if isinstance(self.executor, CommandExecutor):
-            yield from self._command_problems(self.executor.command)
+            if "file" not in fields_of(self.executor.command):
+                yield ["executor.command"], "names no run: expected {file}"
+            try:
+                shlex.split(self.executor.command)
+            except ValueError as error:
+                yield ["executor.command"], f"can't be split as a shell does ({error})"
 
     def _continues_problems(self, name: str) -> KeyProblems:
         if CONTINUES not in self.models[name]:
@@ -212,19 +214,6 @@ class StudyConfig(JobConfig):
             yield [key], f"forms a cycle: {' continues '.join([*path, name])}"
         if any(at == "model.init_from" for at, _ in flatten(self.models[name])):
             yield [f"models.{name}.model.init_from"], f"can't be given beside {CONTINUES}, which sets it"
-
-    def _command_problems(self, command: str) -> KeyProblems:
-        key, names = "executor.command", fields_of(command)
-        try:
-            shlex.split(command)
-        except ValueError as error:
-            yield [key], f"can't be split as a shell does ({error})"
-        if not {"file", "overrides"} & set(names):
-            yield [key], "names no run: expected {file}, or {base} and {overrides}"
-        if ("base" in names) != ("overrides" in names):
-            yield [key], "expected both {base} and {overrides}, or neither"
-        elif "base" in names and self.base_file is None:
-            yield [key, "base"], "{base} needs a file in `base`, which has only keys"
 
 
 def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -> dict[str, PretrainConfig]:
@@ -250,27 +239,6 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
     if problems:
         raise ConfigError(list(_named(problems, study, written)))
     return configs
-
-
-def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
-    """Return the `key=value` pairs, without spaces, that turn the study's base file into a model's configuration."""
-    assert study.base_file is not None
-    # The base file may interpolate these two keys.
-    own = [format_override(key, value) for key, value in (("run_name", config.run_name), ("output", config.output))]
-    differences = _differences(config, expand_folder(read_tree(study.base_file, own).content()), "")
-    return [*own, *(format_override(key, value) for key, value in differences)]
-
-
-def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys whose value in `section` differs from that in the YAML section `base`, or from the default."""
-    values = section.model_dump(mode="json")
-    for name in type(section).model_fields:
-        key, value = f"{above}{name}", getattr(section, name)
-        given = isinstance(base, dict) and name in base
-        if isinstance(value, Section):
-            yield from _differences(value, base[name] if given else None, f"{key}.")
-        elif values[name] != base[name] if given else not section.is_default(name):
-            yield key, values[name]
 
 
 def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, ranks: int) -> PretrainConfig:

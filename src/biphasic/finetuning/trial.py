@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,19 +168,6 @@ def train_and_score(
     }
     result = TrialResult(tuple(results), {**seconds, "total": times[-1] - times[0]}, about)
     return result, model, task, files
-
-
-def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
-    """Train a trial again, and write its encoder without the head to a folder, as the model's own format and tokenizer."""
-    from biphasic.export.finetuned import export_finetuned
-
-    encoder = train_and_score(config.model_copy(update={"save_model": True}))[1].encoder
-    # The task may have added an end of text; the encoder is for other tasks.
-    encoder.text_tokenizer = load_text_tokenizer(*_source(config.model))
-    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {config.model.path}, without its head.\n"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
-    export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:

@@ -50,8 +50,6 @@ class Objective:
     """Whether a token attends only to itself and earlier tokens of its segment."""
     words: ClassVar[str]
     """What it is called in a model card."""
-    color: ClassVar[str] = "#e0e0e0"
-    """Color of its runs in drawings."""
 
     until: Duration | str | None = None
     reset_optimizer: bool = False
@@ -93,7 +91,6 @@ class CLM(Objective):
     name = "clm"
     causal = True
     words = "causal language modeling"
-    color = "#cfe0f5"
 
     def inputs_and_targets(
         self, tokens: Tensor, segment_ids: Tensor, vocabulary: Vocabulary, draws: Draws, share: Callable[[], float]
@@ -138,7 +135,6 @@ class MLM(Objective):
     name = "mlm"
     causal = False
     words = "masked language modeling"
-    color = "#f8d5b8"
 
     masking_ratio: Any = 0.4
     replacement: Any = Replacement()

@@ -80,13 +80,6 @@ def draw_curves(
     return figure
 
 
-def draw_means(means: pd.DataFrame, x_label: str) -> Figure:
-    """Draw rows of `ScoreTable.means`, with `line` and `x`, in points, with a panel for each test set or group."""
-    y, half = 100 * means.score, 100 * means.half_width.fillna(0)
-    panel = means.test_set.where(means.test_set != "", means.group)
-    return draw_curves(means.assign(panel=panel, y=y, low=y - half, high=y + half), x_label)
-
-
 def png(figure: Figure) -> bytes:
     """Return the figure as PNG, with a single legend for all panels below them."""
     lines = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.records import DownstreamResult
+from biphasic.report.statistics import ExampleValues, mean_score
 from biphasic.storage import Store, is_remote, open_store, user_errors
 from biphasic.sweep.records import PREDICTIONS_FOLDER, read_grid, read_records
 from biphasic.sweep.selection import choose_rates, trials_by_group
@@ -31,27 +32,13 @@ _TOLERANCE = 1e-4
 """Largest difference between a recorded score and that of the stored predictions: mteb rounds to five digits."""
 
 
-class ExampleValues(NamedTuple):
-    """The values that a metric needs of each example, fp64 [examples, values].
-
-    `score` maps values [..., examples, values] to the metric [...]. `quality` [examples] says how good each prediction
-    is: its own score, or minus its errors.
-    """
-
-    values: np.ndarray
-    score: Callable[[np.ndarray], np.ndarray]
-    quality: np.ndarray
-
-
 class SetScores(NamedTuple):
     """A model's predictions on a test set, and their values, by seed.
 
-    `folder` is the dataset, `table` its table of the examples (a split, or `queries`), and `data` the fingerprint of an
-    evaluation's data. The columns are `id` (in order), `gold`, `predicted` and, of queries, `text`.
+    `data` is the fingerprint of an evaluation's data. The columns are `id` (in order), `gold`, `predicted` and, of
+    queries, `text`.
     """
 
-    folder: str
-    table: str
     data: str
     predictions: dict[int, Columns]
     examples: dict[int, ExampleValues]
@@ -122,16 +109,18 @@ def _read_finetuning(store: Store, chosen: str) -> tuple[str, list[tuple[str, Tr
 def _read_sweep(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]]]:
     grid, sets = read_grid(store), []
     records, groups = read_records(store, grid.trials), trials_by_group(grid)
-    name = _choose(store, [model.name for model in grid.models], chosen)
-    for (_, task, test_set), rate in (
-        (key, rate) for key, rate in choose_rates(grid, records).items() if key[0] == name
-    ):
-        trials: Trials = {}
-        for (lr, seed), trial in groups[name, task].items() if rate.complete else ():
-            record = records.get(trial) if lr == rate.lr else None
-            for result in record.results if record is not None else ():
-                if record is not None and result.name == test_set:
-                    trials[seed] = f"{PREDICTIONS_FOLDER}/{record.about.get('copy_of', record.trial)}", result
+    name = _choose(store, grid.models, chosen)
+    for (model, task, test_set), rate in choose_rates(grid, records).items():
+        if model != name:
+            continue
+        at_rate = {seed: trial for (lr, seed), trial in groups[name, task].items() if rate.complete and lr == rate.lr}
+        trials: Trials = {
+            seed: (f"{PREDICTIONS_FOLDER}/{trial}", result)
+            for seed, trial in at_rate.items()
+            if trial in records
+            for result in records[trial].results
+            if result.name == test_set
+        }
         if len(trials) < len(grid.seeds):
             advice = "run the sweep again, with --retry-failed if trials failed"
             raise UserError(f"{store.root}: {name} on {test_set} is unfinished: {advice}")
@@ -140,12 +129,11 @@ def _read_sweep(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]
 
 
 def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str) -> None:
-    _, result = next(iter(trials.values()))
-    table = "queries" if result.family == "retrieval" else result.file.removesuffix(".parquet")
-    scores = SetScores(result.data, table, fingerprint, {}, {})
+    scores = SetScores(fingerprint, {}, {})
     for seed, (folder, result) in trials.items():
         file = f"{folder}/{result.file}"
-        if result.test is None or not _is_known(result) or not result.file or store.stat(file) is None:
+        is_known = result.family in _FAMILIES and (result.family, result.metric) not in _NOT_BY_EXAMPLE
+        if result.test is None or not is_known or not result.file or store.stat(file) is None:
             model.left_out.append(result.name)
             return
         content = pq.read_table(io.BytesIO(store.read(file)))
@@ -156,11 +144,8 @@ def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str)
             raise UserError(
                 f"{store.root}/{file}: its {result.metric} is {score:.5f}, but {result.test:.5f} is recorded"
             )
+    result = next(iter(trials.values()))[1]
     model.sets[result.name.removesuffix(f" {result.metric}"), result.metric] = scores
-
-
-def _is_known(result: DownstreamResult) -> bool:
-    return result.family in _FAMILIES and (result.family, result.metric) not in _NOT_BY_EXAMPLE
 
 
 def example_values(result: DownstreamResult, columns: Columns) -> ExampleValues:
@@ -213,11 +198,6 @@ def set_counts(pairs: Iterable[tuple[set[Any], set[Any]]]) -> ExampleValues:
     """Return the numbers of correct, of predicted and of gold elements of each example, for a micro F1."""
     counts = np.array([(len(first & second), len(second), len(first)) for first, second in pairs], float)
     return ExampleValues(counts, _f1, 2 * counts[:, 0] - counts[:, 1] - counts[:, 2])
-
-
-def mean_score(values: np.ndarray) -> np.ndarray:
-    """Return the mean of the examples' first value."""
-    return values[..., 0].mean(-1)
 
 
 def _f1(values: np.ndarray) -> np.ndarray:

@@ -3,33 +3,26 @@
 Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `IR`, another family's name, or the sweep's
 `task_group`.
 
-There are few seeds, so intervals use Student's t distribution. A seed gives all models the same order of examples and
-thus some common noise, so models are compared seed by seed. NaN means undefined, such as the interval of a single
-value, and isn't counted as a value.
+A seed gives all models the same order of examples and thus some common noise, so models are compared seed by seed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import pandas as pd
-from scipy import stats
 
 from biphasic.report.formatting import MISSING, format_interval, format_seeds
+from biphasic.report.statistics import holm, intervals, mean_interval
 from biphasic.storage import open_store
 from biphasic.sweep.records import Grid, TrialRecord, read_grid, read_records
 from biphasic.sweep.selection import choose_rates, planned_trials, score_of, trials_by_group
 
-CONFIDENCE = 0.95
-ROUNDING = 1e-12
-"""Values with a smaller standard deviation are treated as equal: rounding alone could cause it."""
 FAMILIES = {"classification": "SC", "tokens": "TC", "question_answering": "QA", "retrieval": "IR"}
 """Task families with the paper's titles, in its order. Other families follow under their own names."""
 TRIAL_COLUMNS = [
-    "trial", "model", "steps", "group", "trained_on", "task", "test_set", "metric", "lr", "seed", "status", "planned",
+    "trial", "model", "group", "trained_on", "task", "test_set", "metric", "lr", "seed", "status", "planned",
     "validation", "test", "seconds", "error", "chosen_lr", "chosen_validation", "settled",
 ]  # fmt: skip
 Column = tuple[str, str]
@@ -80,18 +73,18 @@ def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
     for task, group in sorted(groups.items(), key=lambda item: _group_order(item[1])):
         for counts_as, name, metric in task.results:
             for model in grid.models:
-                choice = chosen[model.name, task.name, name]
-                for (lr, seed), trial in trials[model.name, task.name].items():
+                choice = chosen[model, task.name, name]
+                for (lr, seed), trial in trials[model, task.name].items():
                     record = records.get(trial)
                     rows.append((
-                        *(trial, model.name, model.steps, group, task.name, counts_as),
+                        *(trial, model, group, task.name, counts_as),
                         *(name, metric, lr, seed, record.status if record else MISSING, trial in planned),
                         *(score_of(record, name, "validation"), score_of(record, name, "test")),
                         *(record.seconds.get("total") if record else None, record.error if record else None),
                         *(choice.lr, choice.validation, choice.complete),
                     ))  # fmt: skip
     table = pd.DataFrame(rows, columns=TRIAL_COLUMNS)
-    numbers = ("steps", "lr", "validation", "test", "seconds", "chosen_lr", "chosen_validation")
+    numbers = ("lr", "validation", "test", "seconds", "chosen_lr", "chosen_validation")
     return table.astype(dict.fromkeys(numbers, float) | {"planned": bool, "settled": bool})
 
 
@@ -169,45 +162,3 @@ def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
 def _group_order(group: str) -> tuple[int, str]:
     titles = list(FAMILIES.values())
     return (titles.index(group) if group in titles else len(titles), group)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95% confidence interval `mean` ± `half`, in the values' unit."""
-
-    mean: float
-    half: float
-    count: int
-    p: float
-    """Two-sided p-value of the t-test for a mean of 0; NaN for fewer than two values, or equal values other than 0."""
-
-
-def intervals(groups: Any) -> pd.DataFrame:
-    """Return `mean`, `half_width` (of the 95% interval) and `count` for each group of `groups`, a grouped column."""
-    table = groups.agg(["mean", "sem", "count"])
-    critical = stats.t.ppf((1 + CONFIDENCE) / 2, table["count"] - 1)
-    return table.assign(half_width=critical * table["sem"])[["mean", "half_width", "count"]]
-
-
-def mean_interval(values: Sequence[float] | pd.Series) -> Interval:
-    """Return the mean of values, such as the differences between two models by seed, and its 95% interval.
-
-    Values that are all 0 have p = 1. Equal values other than 0 have no p: otherwise two or three seeds that agree to
-    the last digit would give the most significant result in the table.
-    """
-    series = pd.Series(values, dtype=float).dropna()
-    if series.empty:
-        return Interval(math.nan, math.nan, 0, math.nan)
-    [(mean, half, count)] = intervals(series.groupby(lambda _: 0)).to_numpy()
-    p = math.nan
-    if series.std() > ROUNDING:
-        p = float(stats.ttest_1samp(series, 0).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-    elif count > 1 and abs(mean) <= ROUNDING:
-        p = 1.0
-    return Interval(float(mean), float(half), int(count), p)
-
-
-def holm(p: pd.Series) -> pd.Series:
-    """Return p-values corrected by Holm's step-down method. NaN isn't counted as a test."""
-    ordered = p.dropna().sort_values()
-    return (ordered * range(len(ordered), 0, -1)).clip(upper=1).cummax().reindex(p.index)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.report.drawing import draw_curves, plain
-from biphasic.report.scores import intervals
+from biphasic.report.statistics import intervals
 from biphasic.timeline import decay_start, resolve_phases
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from biphasic.config.model_names import Facets, parameters_in_size, short_steps
-from biphasic.report.drawing import default_style, draw_means, plain, png
+from biphasic.report.drawing import default_style, draw_curves, plain, png
 from biphasic.report.formatting import (
     NOT_AVAILABLE,
     csv_table,
@@ -64,24 +64,22 @@ def report_files(study: Study) -> dict[str, bytes | None]:
     """
     table, facets = score_table(study.scores), facet_table(study.models)
     scored = sorted(table.means.query("test_set == '' and seeds > 0").index.unique("model"))
-    placeable = facet_table({name: study.models[name] for name in scored if name in study.models})
     names = [*(figure.name for figure in FIGURES), "losses"]
     files: dict[str, bytes | None] = {f"{name}{suffix}": None for name in names for suffix in (".png", ".csv")}
-    lines, missing, hidden = ["# Study", "", *_models(facets, table, scored)], list[str](), list[str]()
+    lines, reasons = ["# Study", "", *_models(facets, table, scored)], list[str]()
     all_compared = list[pd.DataFrame]()
     for figure in FIGURES:
-        points, hidden_models = arrange(figure, placeable)
+        points, hidden = arrange(figure, facets[facets.model.isin(scored)])
         if points.empty:
-            missing.append(f"`{figure.name}` needs {figure.needs}")
+            reasons.append(f"`{figure.name}` needs {figure.needs}")
             continue
         rows, compared = figure_scores(points, table), figure_differences(points, table)
         files[f"{figure.name}.png"] = png(draw_figure(figure, points, rows))
         files[f"{figure.name}.csv"] = csv_table(rows)
-        lines += _figure(figure, points, compared, table)
-        hidden += [
-            f"`{figure.name}` doesn't show {escape(name)}, because {escape(shown)} has the same place in it"
-            for name, shown in hidden_models.items()
-        ]
+        lines += _figure(figure, compared)
+        for name, shown in hidden.items():
+            place = f"because {escape(shown)} has the same place in it"
+            reasons.append(f"`{figure.name}` doesn't show {escape(name)}, {place}")
         all_compared.append(compared.assign(figure=figure.name).drop(columns="test_set"))
     if study.losses.loss.notna().any():
         files["losses.png"] = png(losses_figure(study.losses))
@@ -93,17 +91,16 @@ def report_files(study: Study) -> dict[str, bytes | None]:
             "",
         ]
     else:
-        missing.append("`losses` needs a run's metrics.jsonl beside its config.yaml")
-    reasons = [*missing, *hidden, *map(escape, study.notes)]
-    left_out = [f"- {reason}." for reason in reasons] or ["Nothing."]
+        reasons.append("`losses` needs a run's metrics.jsonl beside its config.yaml")
+    reasons += map(escape, study.notes)
+    lines += ["## Left out", "", *([f"- {reason}." for reason in reasons] or ["Nothing."])]
     groups, means = [group for group, _ in table.groups], table.means.score
     by_group = {name: means.xs((name, ""), level=("model", "test_set")).reindex(groups).dropna() for name in scored}
     return {
-        "report.md": markdown_page([*lines, *_evaluations(study.evaluations), "## Left out", "", *left_out]),
+        "report.md": markdown_page(lines),
         "scores.csv": csv_table(study.scores[["model", *_SCORES]].merge(facets[["model", *_FACETS]], "left", "model")),
         "groups.json": json_bytes({name: scores.to_dict() for name, scores in by_group.items()}),
         "differences.csv": csv_table(pd.concat(all_compared)) if all_compared else None,
-        "evaluations.csv": csv_table(study.evaluations) if len(study.evaluations) else None,
         **files,
     }
 
@@ -170,7 +167,9 @@ def draw_figure(figure: StudyFigure, points: pd.DataFrame, scores: pd.DataFrame)
     sizes = list(points.x.unique()) if points.x.dtype == "str" else []
     if sizes:
         curves = curves.assign(x=curves.x.map(sizes.index))
-    drawn = draw_means(curves, figure.x_label)
+    y, half = 100 * curves.score, 100 * curves.half_width.fillna(0)
+    panels = curves.test_set.where(curves.test_set != "", curves.group)
+    drawn = draw_curves(curves.assign(panel=panels, y=y, low=y - half, high=y + half), figure.x_label)
     for axes in drawn.axes if sizes else ():
         axes.set_xticks(range(len(sizes)), list(map(plain, sizes)))
         axes.set_xlim(-0.4, len(sizes) - 0.6)
@@ -183,7 +182,7 @@ def _models(facets: pd.DataFrame, table: ScoreTable, scored: list[str]) -> list[
          f"{row.clm_steps:,}", f"{row.steps:,}", "" if pd.isna(row.continued_from) else escape(row.continued_from), *scores]
         for row, scores in zip(facets.itertuples(), table.text(facets.model, table.groups), strict=True)
     ]  # fmt: skip
-    # Models whose name and run say nothing about them, such as means of checkpoints.
+    # Models without a run, such as means of checkpoints.
     others = [name for name in scored if name not in set(facets.model)]
     cells = zip(others, table.text(others, table.groups), strict=True)
     body += [[escape(name), *[""] * 6, *scores] for name, scores in cells]
@@ -197,23 +196,17 @@ def _models(facets: pd.DataFrame, table: ScoreTable, scored: list[str]) -> list[
     ]
 
 
-def _figure(figure: StudyFigure, points: pd.DataFrame, compared: pd.DataFrame, table: ScoreTable) -> list[str]:
-    cells = table.text(points.model, table.groups)
-    body = [
-        [escape(point.line), point.x if isinstance(point.x, str) else f"{point.x:,.10g}", escape(point.model), *scores]
-        for point, scores in zip(points.itertuples(), cells, strict=True)
-    ]
+def _figure(figure: StudyFigure, compared: pd.DataFrame) -> list[str]:
     lines = [
         *[f"## {figure.title}", "", f"![{figure.name}]({figure.name}.png)", ""],
         *[f"{figure.place.__doc__} Bars: 95% intervals. Hollow: not all seeds, or a rate that may still change.", ""],
-        *markdown_table(["", figure.x_label, "model", *(escape(group) for group, _ in table.groups)], body),
     ]
     if compared.empty:
         return lines
     significant = compared[compared.p_holm < SIGNIFICANT]
-    count = f"{len(compared)} differences between models with the same line or position"
     lines += [
-        f"{count}, paired by seed: p < {SIGNIFICANT} after Holm's correction over them for {len(significant)}.",
+        f"{len(compared)} differences between models with the same line or position, paired by seed:",
+        f"p < {SIGNIFICANT} after Holm's correction over them for {len(significant)}.",
         "",
     ]
     body = [
@@ -222,16 +215,6 @@ def _figure(figure: StudyFigure, points: pd.DataFrame, compared: pd.DataFrame, t
         for row in significant.itertuples()
     ]  # fmt: skip
     return lines + markdown_table(["", "model", "minus", "difference", "p, Holm"], body)
-
-
-def _evaluations(evaluations: pd.DataFrame) -> list[str]:
-    body = [
-        [*map(escape, (row.model, row.system, row.task, row.split)), row.documents, row.metric, f"{row.value:.4f}",
-         "" if pd.isna(row.low) else f"{row.low:.4f} to {row.high:.4f}"]
-        for row in evaluations.itertuples()
-    ]  # fmt: skip
-    header = ["model", "system", "task", "split", "documents", "metric", "score", "95% interval"]
-    return ["## Evaluations", "", *markdown_table(header, body)] if body else []
 
 
 def objective_by_size(models: pd.DataFrame) -> pd.DataFrame:

@@ -1,13 +1,9 @@
-"""Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings.
-
-Once the runs are trained, their metrics tell what they have trained, to compare it with the plan.
-"""
+"""Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
@@ -16,43 +12,34 @@ from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, train
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import MergeConfig, StudyConfig, StudyCostConfig
 from biphasic.model.architecture import Architecture
-from biphasic.objectives.objective import CLM, MLM
 from biphasic.study.stages import check_stages
-from biphasic.study.state import RunState, is_ready, read_states
+from biphasic.study.state import is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
-from biphasic.timeline import resolve_phases
-from biphasic.training.metrics_file import trained_batches
-
-"""Color of a run by the objective of its last phase."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan(StudyRun):
-    """The plan of one run. Values that depend on an unknown model size are None."""
-
-    own_tokens: int
-    """Number of tokens in the batches that this run trains itself."""
-    own_flops: float | None
-    flops: float | None
-    """FLOPs of the complete history, as if nothing were shared."""
-    checkpoints: int
-    """Number of checkpoints that remain."""
-    bytes: int | None
-    state: str
-    """`done`, `at BATCH`, `ready` or `waits`."""
-    drift: tuple[str, ...]
-    """Keys whose values differ from those of the newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over all runs. Hours are those of a device; None if unknown."""
+    """What runs train. FLOPs are None if a model's size is unknown; hours are those of a device, None if unknown."""
 
     batches: int
     tokens: int
     flops: float | None
     hours: float | None
     dollars: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(StudyRun):
+    """The plan of one run."""
+
+    own: Totals
+    """What this run trains itself."""
+    checkpoints: int
+    """Number of checkpoints that remain."""
+    bytes: int | None
+    """Size of these checkpoints; None if the model's size is unknown."""
+    state: str
+    """`done`, `at BATCH`, `ready` or `waits`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,6 @@ class StudyPlan:
     """What the study would train if nothing were shared."""
     bytes: int | None
     """Size of the checkpoints that remain."""
-    devices: int | None
     warnings: tuple[str, ...]
     merges: dict[str, str]
     """Of which checkpoints each merged model is the mean."""
@@ -83,25 +69,36 @@ def plan_study(study: StudyConfig) -> StudyPlan:
     check_stages(study)
     configs, tree = study_runs(study)
     states = read_states(study)
-    runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())
+
+    def amount(run: StudyRun, start: int) -> Totals:
+        """Return what a run trains from batch `start` of its history on."""
+        config, shape = configs[run.name], _architecture(run.name, tree, configs)
+        tokens = [config.batch_shapes.progress(batches).tokens for batches in (start, run.length)]
+        flops = None if shape is None else training_flops(config, shape, start, run.length)
+        return _totals(run.length - start, tokens[1] - tokens[0], flops, study.cost)
+
+    def plan_of(run: StudyRun) -> RunPlan:
+        config, shape, state = configs[run.name], _architecture(run.name, tree, configs), states[run.name]
+        checkpoints = len(retained_batches(config, run))
+        begun = f"at {state.trained:,}" if state.trained else "ready" if is_ready(run, configs, states) else "waits"
+        return RunPlan(
+            **vars(run),
+            own=amount(run, run.start),
+            checkpoints=checkpoints,
+            bytes=None if shape is None else checkpoints * shape.checkpoint_bytes,
+            state="done" if state.is_done(config) else begun,
+        )
+
+    runs = tuple(plan_of(run) for run in tree.values())
     return StudyPlan(
         folder=study.folder,
         runs=runs,
-        shared=_totals([(run.own_batches, run.own_tokens, run.own_flops) for run in runs], study.cost),
-        alone=_totals([(run.length, _tokens(configs[run.name], run.length), run.flops) for run in runs], study.cost),
+        shared=_sum_totals([run.own for run in runs], study.cost),
+        alone=_sum_totals([amount(run, 0) for run in tree.values()], study.cost),
         bytes=_sum([run.bytes for run in runs]),
-        devices=study.cost.devices if study.cost is not None else None,
-        warnings=tuple(f"{run.name}: {line}" for run in runs for line in run.drift),
+        warnings=tuple(f"{name}: {line}" for name in tree for line in states[name].past_differences(configs[name])),
         merges={name: _describe_merge(merge) for name, merge in study.merges.items()},
     )
-
-
-def architecture_in(
-    name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]
-) -> Architecture | None:
-    """Return a model's architecture, or that of the model it continues; None if it comes from outside the study."""
-    continued = tree[name].continues
-    return architecture_of(configs[name].model) if continued is None else architecture_in(continued, tree, configs)
 
 
 def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
@@ -110,29 +107,12 @@ def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
     return remaining_checkpoints(saved, kept, config.checkpoint.keep)
 
 
-def _plan_run(
-    run: StudyRun,
-    tree: Mapping[str, StudyRun],
-    configs: Mapping[str, PretrainConfig],
-    states: Mapping[str, RunState],
-) -> RunPlan:
-    config, architecture, trained = configs[run.name], architecture_in(run.name, tree, configs), states[run.name]
-    checkpoints = len(retained_batches(config, run))
-    state = f"at {trained.trained:,}" if trained.trained else "ready" if is_ready(run, configs, states) else "waits"
-    return RunPlan(
-        **vars(run),
-        own_tokens=_tokens(config, run.length) - _tokens(config, run.length - run.own_batches),
-        own_flops=None if architecture is None else training_flops(config, architecture, run.start, run.length),
-        flops=None if architecture is None else training_flops(config, architecture, 0, run.length),
-        checkpoints=checkpoints,
-        bytes=None if architecture is None else checkpoints * architecture.checkpoint_bytes,
-        state="done" if trained.is_done(config) else state,
-        drift=tuple(trained.past_differences(config)),
-    )
-
-
-def _tokens(config: PretrainConfig, batches: int) -> int:
-    return config.batch_shapes.progress(batches).tokens
+def _architecture(
+    name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]
+) -> Architecture | None:
+    """Return a model's architecture, or that of the model it continues; None if it comes from outside the study."""
+    continued = tree[name].continues
+    return architecture_of(configs[name].model) if continued is None else _architecture(continued, tree, configs)
 
 
 def _sum(values: Sequence[Any]) -> Any:
@@ -140,25 +120,22 @@ def _sum(values: Sequence[Any]) -> Any:
     return None if None in values else sum(values)
 
 
-def _totals(runs: Sequence[tuple[int, int, float | None]], cost: StudyCostConfig | None) -> Totals:
-    """Return the totals of runs, each given by its batches, tokens and FLOPs."""
-    batches, tokens, run_flops = zip(*runs, strict=True)
-    flops = _sum(run_flops)
-    hours = device_hours(flops, cost)
-    price = None if cost is None else cost.dollars_per_hour
-    return Totals(sum(batches), sum(tokens), flops, hours, None if hours is None or price is None else hours * price)
+def _sum_totals(parts: Sequence[Totals], cost: StudyCostConfig | None) -> Totals:
+    flops = _sum([part.flops for part in parts])
+    return _totals(sum(part.batches for part in parts), sum(part.tokens for part in parts), flops, cost)
 
 
-def device_hours(flops: float | None, cost: StudyCostConfig | None) -> float | None:
-    """Return the device hours at the MFU and peak FLOPs of `cost`; None if FLOPs or cost are unknown."""
-    return None if flops is None or cost is None else flops / (cost.peak_flops * cost.mfu) / 3600
+def _totals(batches: int, tokens: int, flops: float | None, cost: StudyCostConfig | None) -> Totals:
+    if flops is None or cost is None:
+        return Totals(batches, tokens, flops, None, None)
+    hours, price = flops / (cost.peak_flops * cost.mfu) / 3600, cost.dollars_per_hour
+    return Totals(batches, tokens, flops, hours, None if price is None else hours * price)
 
 
 def _describe_merge(merge: MergeConfig) -> str:
     weights = "weighted " if isinstance(merge.weights, list) else "" if merge.weights == "mean" else f"{merge.weights} "
-    return f"{weights}mean of " + "; ".join(
-        f"{name} at {_batches(batches)}" for name, batches in merge.merge_of.items()
-    )
+    parts = (f"{name} at {_batches(batches)}" for name, batches in merge.merge_of.items())
+    return f"{weights}mean of {'; '.join(parts)}"
 
 
 def _batches(batches: Sequence[int]) -> str:
@@ -174,8 +151,8 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
     lines = [f"study in {plan.folder}: {len(plan.runs) + len(plan.merges)} models"]
     lines.append(f"  {'model':{width}}  {'starts from':{start_width}}  {head} other runs start at")
     for run, start in zip(plan.runs, starts, strict=True):
-        flops, hours = _number(run.own_flops, ".3g"), _number(device_hours(run.own_flops, cost), ",.0f")
-        numbers = f"{run.own_batches:>8,} {run.length:>8,} {_short(run.own_tokens):>8} {flops:>9} {hours:>8}"
+        flops, hours = _number(run.own.flops, ".3g"), _number(run.own.hours, ",.0f")
+        numbers = f"{run.own.batches:>8,} {run.length:>8,} {_short(run.own.tokens):>8} {flops:>9} {hours:>8}"
         end = f"{_bytes(run.bytes):>9}  {run.state:9} {_batches(run.kept)}"
         lines.append(f"  {run.name:{width}}  {start:{start_width}}  {numbers}  {end}".rstrip())
     lines += [f"  {name:{width}}  {text}" for name, text in plan.merges.items()]
@@ -192,83 +169,9 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
     else:
         peak = f"{cost.peak_flops:.3g} FLOPs a second"
         lines.append(f"  at an MFU of {cost.mfu:g} of {peak}; hours are those of a device")
-        if plan.devices is not None and plan.shared.hours is not None:
-            lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
+        if cost.devices is not None and plan.shared.hours is not None:
+            lines.append(f"  with {cost.devices:,} devices        {plan.shared.hours / cost.devices / 24:,.1f} days")
     return "\n".join([*lines, *(f"  WARNING {warning}" for warning in plan.warnings)])
-
-
-def draw_study(study: StudyConfig) -> str:
-    """Return the tree of a checked study as a Mermaid flowchart.
-
-    A node is a run with its phases. A solid arrow comes from the run whose checkpoint a run starts from, and names the
-    batch. A dotted arrow comes from the run that a run continues, a thick one from a model whose checkpoints are merged.
-    Raises a UserError if two histories are equal.
-    """
-    configs, tree = study_runs(study)
-    ids = {name: f"run{number}" for number, name in enumerate(tree)}
-    # The text is dark in a dark theme too, because the fill is light there.
-    kinds = {kind.name: kind.color for kind in (CLM, MLM)}
-    kinds |= {
-        phase.objective.name: phase.objective.color for each in configs.values() for phase in each.objective.phases
-    }
-    classes = (f"  classDef {name} fill:{color},stroke:#666,color:#222" for name, color in kinds.items())
-    lines = ["flowchart LR", *classes]
-    for name, run in tree.items():
-        spans = resolve_phases(configs[name].objective.phases, configs[name].max_duration)
-        phases = ", ".join(str(span.phase.objective) for span in spans)
-        lines.append(f'  {ids[name]}["{name}<br>{phases}; {run.length:,} batches"]:::{spans[-1].phase.objective.name}')
-        if run.parent is not None:
-            lines.append(f'  {ids[run.parent]} -- "{run.start:,}" --> {ids[name]}')
-        elif run.continues is not None:
-            lines.append(f"  {ids[run.continues]} -.-> {ids[name]}")
-    for number, (name, merge) in enumerate(study.merges.items()):
-        lines.append(f'  merge{number}["{name}<br>{_describe_merge(merge).partition(" of ")[0]} of checkpoints"]')
-        lines += [f'  {ids[s]} == "{_batches(batches)}" ==> merge{number}' for s, batches in merge.merge_of.items()]
-    return "\n".join([*lines, ""])
-
-
-@dataclass(frozen=True)
-class TrainedTotals:
-    """What the runs of a study have trained. A batch that is trained again after an interruption counts twice."""
-
-    batches: int
-    flops: float | None
-    """None if the size of a model is unknown."""
-    without_record: tuple[str, ...]
-    """Models whose run has no metrics on this machine."""
-
-
-def trained_totals(study: StudyConfig) -> TrainedTotals:
-    """Read the metrics of all runs in the study's local folder. Raises a UserError if two histories are equal."""
-    configs, tree = study_runs(study)
-    flops, without_record = list[float | None](), list[str]()
-    for name, config in configs.items():
-        file = Path(study.local_folder) / name / "metrics.jsonl"
-        if not file.is_file():
-            without_record.append(name)
-            continue
-        shape = architecture_in(name, tree, configs)
-        for batch in trained_batches(file.read_text(encoding="utf-8")):
-            flops.append(None if shape is None else training_flops(config, shape, batch - 1, batch))
-    return TrainedTotals(len(flops), _sum(flops), tuple(without_record))
-
-
-def describe_totals(trained: TrainedTotals, plan: StudyPlan) -> str:
-    """Format the totals, compared with the plan's and with those of training each model alone."""
-    if trained.without_record:
-        return f"the trained totals are unknown: this machine has no metrics of {', '.join(trained.without_record)}"
-    lines = [f"trained, by the runs' records: {_amount(trained.batches, trained.flops)}"]
-    for label, totals in (("planned", plan.shared), ("each model alone", plan.alone)):
-        if trained.flops is not None and totals.flops:
-            share, unit = trained.flops / totals.flops, "FLOPs"
-        else:
-            share, unit = trained.batches / totals.batches, "batches"
-        lines.append(f"  {label}: {_amount(totals.batches, totals.flops)}; trained {share:.1%} of these {unit}")
-    return "\n".join(lines)
-
-
-def _amount(batches: int, flops: float | None) -> str:
-    return f"{batches:,} batches" + ("" if flops is None else f", {flops:.4g} FLOPs")
 
 
 def _start(run: RunPlan) -> str:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from biphasic.checkpointing.manifest import Manifest, manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
+from biphasic.config.finetune import EncoderConfig
 from biphasic.config.load import dump, load_job
 from biphasic.config.read import format_override
 from biphasic.config.study import StudyConfig, expand
-from biphasic.config.sweep import SweepConfig, SweepModel
-from biphasic.errors import ConfigError, Problem, UserError
+from biphasic.config.sweep import SweepConfig
+from biphasic.errors import UserError
 from biphasic.export.folder import has_export
 from biphasic.storage import join, open_store, user_errors
 from biphasic.study.state import read_states, require_own_folders
@@ -39,8 +40,6 @@ class ScoredModel:
     name: str
     sources: tuple[tuple[str, int], ...]
     """The checkpoint, or those that are merged: the run whose folder has it, and its batch from the history's start."""
-    steps: int
-    """Number of optimizer steps, including those of the models that it continues; of a mean, the largest number."""
     source: dict[str, Any]
     """What its export records, to be made again after a change: the batch in its own run, or the merge."""
 
@@ -59,19 +58,18 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
     models: dict[str, ScoredModel] = {}
     for name in study.models:
         before, length = steps_before(name), tree[name].length
-        models[name] = ScoredModel(name, ((name, length),), before + length, {"batch": length})
+        models[name] = ScoredModel(name, ((name, length),), {"batch": length})
         for batch in study.stages.checkpoints.get(name, []):
             steps = before + batch
             if f"{name}-{steps}" in study.models | study.merges:
                 key = f"stages.checkpoints.{name}"
                 raise UserError(f"{key}: {batch:,} is named as the model {name}-{steps}: rename that model")
-            sources = ((owner_of(tree, name, batch), batch),)
-            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", sources, steps, {"batch": batch})
+            source = (owner_of(tree, name, batch), batch)
+            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", (source,), {"batch": batch})
     for name, merge in study.merges.items():
-        parts = [(source, batch) for source, batches in merge.merge_of.items() for batch in batches]
+        parts = ((source, batch) for source, batches in merge.merge_of.items() for batch in batches)
         sources = tuple((owner_of(tree, source, batch), batch) for source, batch in parts)
-        steps = max(steps_before(source) + batch for source, batch in parts)
-        models[name] = ScoredModel(name, sources, steps, merge.model_dump(mode="json"))
+        models[name] = ScoredModel(name, sources, merge.model_dump(mode="json"))
     return models
 
 
@@ -143,14 +141,9 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
 
 
 def _sweep_of(study: StudyConfig, names: Iterable[str]) -> SweepConfig:
-    file, models = _required(study, "finetune"), scored_models(study)
-    swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
+    swept = {name: EncoderConfig(path=str(encoder_folder(study, name))) for name in names}
     values = {"models": swept, "output": join(study.folder, "sweep")}
-    config = load_job(SweepConfig, file).model_copy(update=values)
-    of_the_study = f"with output {config.output}, which the study sets"
-    if problems := [Problem(file, keys[0], f"{text}; {of_the_study}") for keys, text in config.problems(ranks=1)]:
-        raise ConfigError(problems)
-    return config
+    return load_job(SweepConfig, _required(study, "finetune")).model_copy(update=values)
 
 
 def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path], int] | None = None) -> int:

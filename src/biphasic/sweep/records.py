@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from biphasic.errors import UserError, first_line
 from biphasic.finetuning.records import DownstreamResult
@@ -34,6 +34,9 @@ class Cell:
     task: str
     lr: float
     seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.model} lr {self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,6 @@ _RECORDS = TypeAdapter(TrialRecord)
 
 
 @dataclass(frozen=True)
-class GridModel:
-    """A model of the grid, with its number of pretraining steps if known."""
-
-    name: str
-    steps: int | None = None
-
-
-@dataclass(frozen=True)
 class GridTask:
     """A task of the grid, with its test sets."""
 
@@ -72,15 +67,17 @@ class GridTask:
     family: str
     results: tuple[tuple[str, str, str], ...]
     """(task, name, metric) of each test set, as in `DownstreamResult`."""
-    encoder_from: str | None = None
-    """The task whose fine-tuned encoder the trials start from; None: the model itself."""
+
+
+def _model_names(models: list[Any]) -> list[str]:
+    return [model["name"] if isinstance(model, dict) else model for model in models]  # older grids have objects
 
 
 @dataclass(frozen=True)
 class Grid:
     """The grid of a sweep and all its trials."""
 
-    models: tuple[GridModel, ...]
+    models: Annotated[tuple[str, ...], BeforeValidator(_model_names)]
     tasks: tuple[GridTask, ...]
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -132,20 +129,11 @@ def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]
         names = sorted(set(trials) & set(recorded_trials(folder)))
         with ThreadPoolExecutor(16) as pool:
             contents = list(pool.map(folder.read, map(record_file, names)))
-    return {name: _parse(folder, name, content) for name, content in zip(names, contents, strict=True)}
-
-
-def read_record(folder: Store, trial: str) -> TrialRecord | None:
-    """Read a trial's record; None if it has none. Raises a UserError if the file is not a record, and OSError."""
-    try:
-        return _parse(folder, trial, folder.read(record_file(trial)))
-    except FileNotFoundError:
-        return None
-
-
-def _parse(folder: Store, trial: str, content: bytes) -> TrialRecord:
-    try:
-        return _RECORDS.validate_json(content)
-    except ValueError as error:
-        message = f"{folder.root}/{record_file(trial)}: is not a trial's record ({first_line(error)})"
-        raise UserError(f"{message}; remove it, and the trial runs again") from None
+    records = {}
+    for name, content in zip(names, contents, strict=True):
+        try:
+            records[name] = _RECORDS.validate_json(content)
+        except ValueError as error:
+            message = f"{folder.root}/{record_file(name)}: is not a trial's record ({first_line(error)})"
+            raise UserError(f"{message}; remove it, and the trial runs again") from None
+    return records

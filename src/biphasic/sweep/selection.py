@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from statistics import fmean
 from typing import Literal
 
@@ -46,7 +45,7 @@ def score_of(record: TrialRecord | None, name: str, split: Literal["validation",
 
 def trials_by_group(grid: Grid) -> dict[tuple[str, str], Trials]:
     """Return the trials of each (model, task), in the grid's order."""
-    groups = {(model.name, task.name): Trials() for model in grid.models for task in grid.tasks}
+    groups = {(model, task.name): Trials() for model in grid.models for task in grid.tasks}
     for trial, cell in grid.trials.items():
         groups[cell.model, cell.task][cell.lr, cell.seed] = trial
     return groups
@@ -56,7 +55,7 @@ def choose_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[s
     """Return the chosen rate of each (model, task, test set), in the grid's order."""
     groups = trials_by_group(grid)
     return {
-        (model.name, task.name, name): _choose(grid, records, groups[model.name, task.name], name)
+        (model, task.name, name): _choose(grid, records, groups[model, task.name], name)
         for model in grid.models
         for task in grid.tasks
         for _, name, _ in task.results
@@ -77,36 +76,13 @@ def startable_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str
     return _with_other_seeds_at(grid, _settled_rates(grid, records))
 
 
-def encoder_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], str | None]:
-    """Return the trial whose encoder the trials of a (model, task) with `encoder_from` start from.
-
-    It is that of the first seed at the chosen rate, or None if no trial has a validation score. Pairs whose source still
-    has choosing trials without a record are left out.
-    """
-    sources = {task.name: task.encoder_from for task in grid.tasks if task.encoder_from is not None}
-    groups, open_pairs, chosen = trials_by_group(grid), _open_pairs(grid, records), dict[tuple[str, str], str | None]()
-    first_sets = {task.name: task.results[0][1] for task in grid.tasks}
-    for model, (task, source) in product([model.name for model in grid.models], sources.items()):
-        if (model, source) not in open_pairs:
-            trials = groups[model, source]
-            rate = _choose(grid, records, trials, first_sets[source]).lr
-            chosen[model, task] = None if rate is None else trials[rate, grid.seeds[0]]
-    return chosen
-
-
-def _open_pairs(grid: Grid, records: Mapping[str, TrialRecord]) -> set[tuple[str, str]]:
-    """Return the (model, task) with choosing trials without a record."""
-    choosing = set(grid.seeds[: grid.rate_seeds])
-    return {
-        (cell.model, cell.task) for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records
-    }
-
-
 def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], set[float]]:
     """Return the chosen rates by (model, task) where all choosing trials have a record. Empty if all seeds choose."""
     if grid.rate_seeds == len(grid.seeds):
         return {}
-    open_pairs = _open_pairs(grid, records)
+    choosing = grid.seeds[: grid.rate_seeds]
+    missing = [cell for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records]
+    open_pairs = {(cell.model, cell.task) for cell in missing}
     rates: dict[tuple[str, str], set[float]] = {}
     for (model, task, _), chosen in choose_rates(grid, records).items():
         if (model, task) not in open_pairs:
@@ -125,30 +101,25 @@ def _with_other_seeds_at(grid: Grid, rates: Mapping[tuple[str, str], set[float]]
 
 
 def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name: str) -> ChosenRate:
-    choosing = grid.seeds[: grid.rate_seeds]
-    scores: dict[float, dict[int, float]] = {}
-    failed: set[float] = set()
-    for lr in grid.learning_rates:
-        for seed in choosing:
-            record = records.get(trials[lr, seed])
-            if (value := score_of(record, name, "validation")) is not None:
-                scores.setdefault(lr, {})[seed] = value
-            elif record is not None:
-                failed.add(lr)
+    choosing, rates = grid.seeds[: grid.rate_seeds], grid.learning_rates
+
+    def scores_at(lr: float, split: Literal["validation", "test"]) -> dict[int, float]:
+        found = {seed: score_of(records.get(trials[lr, seed]), name, split) for seed in choosing}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    scores = {lr: of_rate for lr in rates if (of_rate := scores_at(lr, "validation"))}
     if not scores:
         # With one rate there is nothing to choose, so a task without validation is no problem.
-        only = grid.learning_rates if len(grid.learning_rates) == 1 else ()
-        tested = [score_of(records.get(trials[lr, seed]), name, "test") for lr in only for seed in choosing]
-        if all(score is None for score in tested):
-            return ChosenRate(None, None, False)
-        return ChosenRate(next(iter(only)), None, None not in tested)
-    most = max(len(by_seed) for by_seed in scores.values())
+        tested = scores_at(rates[0], "test") if len(rates) == 1 else {}
+        return ChosenRate(rates[0] if tested else None, None, len(tested) == len(choosing))
+    most = max(map(len, scores.values()))
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
-    complete = most == len(choosing) and all(trials[lr, s] in records for lr in grid.learning_rates for s in choosing)
-    for other in failed & set(scores):
+    complete = most == len(choosing) and all(trials[lr, seed] in records for lr in rates for seed in choosing)
+    for other in scores:
         # A rate with failed trials could have won if its mean over the remaining seeds is better.
-        common = [seed for seed in scores[other] if seed in scores[best]]
-        totals = {lr: math.fsum(scores[lr][seed] for seed in common) for lr in (other, best)}
-        complete &= totals[other] <= totals[best]
+        if any(trials[other, seed] in records and seed not in scores[other] for seed in choosing):
+            common = scores[other].keys() & scores[best].keys()
+            totals = {lr: math.fsum(scores[lr][seed] for seed in common) for lr in (other, best)}
+            complete &= totals[other] <= totals[best]
     return ChosenRate(best, mean[best], complete)

@@ -39,11 +39,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return parse_metrics(path.read_text(encoding="utf-8"))
 
 
-def trained_batches(text: str) -> list[int]:
-    """Return the batches that all attempts of a run have trained, counted from 1, with repetitions."""
-    return [entry["batch"] for entry in _entries(text) if _TRAINED in entry]
-
-
 def read_scores(folder: Store) -> list[dict[str, Any]]:
     """Read the scores of a run's checkpoints from the place where it saves, by batch. Raises an OSError."""
     records = [json.loads(folder.read(name)) for name in folder.list(SCORES) if name.endswith(".json")]

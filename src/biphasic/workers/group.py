@@ -90,10 +90,6 @@ class WorkerGroup(ABC):
         """Store arguments that all workers need, and return what is sent to each worker instead."""
         return arguments
 
-    @abstractmethod
-    def smallest_gpu_bytes(self) -> int | None:
-        """Return the memory of the smallest GPU of a node, in bytes; None if it is unknown or there is no GPU."""
-
     def open(
         self, size: int, key: str, factory: Callable[..., Any], *arguments: Any, cpus: int = 1, gpu_share: float = 0.0
     ) -> None:

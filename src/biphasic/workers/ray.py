@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from biphasic.errors import UserError, first_line
 from biphasic.workers.group import WorkerGroup
-from biphasic.workers.local import smallest_gpu_bytes
 
 _CONNECT_SECONDS = 10
 
@@ -76,10 +75,6 @@ class RayWorkers(WorkerGroup):
 
     def store(self, arguments: tuple[Any, ...]) -> Any:
         return ray.put(arguments)
-
-    def smallest_gpu_bytes(self) -> int | None:
-        # Of a node with GPUs, because this one may have none.
-        return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(smallest_gpu_bytes).remote())
 
     def make_report(self) -> Callable[..., None]:
         # On this program's node, because other nodes may leave the cluster.

@@ -1,0 +1,115 @@
+"""Measured results of recipes: the page that lists them, and the check of a new run.
+
+    python recipes/measured.py                           # writes recipes/RESULTS.md from recipes/*/results.json
+    python recipes/measured.py recipes/NAME RUN          # a new run against the recipe's row; status 1 if it differs
+
+Each number in a results.json names its source in the run's folder, so that a new run can be compared:
+
+    {"value": 3.214, "tolerance": 0.05, "file": "quickstart-pretrain/metrics.jsonl", "key": "metrics/mlm/loss"}
+    {"value": 0.412, "tolerance": 0.02, "file": "scores/scores.json", "key": "/scores/encoder/ndcg_at_10"}
+
+In a `.jsonl` file, `key` is a metric's name, whose last value counts; in a `.json` file, a JSON pointer (RFC 6901).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
+from biphasic.training.metrics_file import parse_metrics
+
+HERE = Path(__file__).parent
+
+
+def results_page(recipes: Path) -> bytes:
+    """Return the Markdown page with the results of all recipes in a folder."""
+    results = {file.parent.name: json.loads(file.read_text()) for file in sorted(recipes.glob("*/results.json"))}
+    body = [
+        [escape(name), row["date"], f"`{row['commit'][:7]}`", escape(row["hardware"]), f"{row['hours']:.3g}",
+         *(form.format(value) if value is not None else NOT_AVAILABLE for form, value in (
+             ("{:,.2f}", row["cost_dollars"]), ("{:,.0f}", (row["tokens_per_second"] or {}).get("value")),
+             ("{:.1%}", (row["mfu"] or {}).get("value"))))]
+        for name, row in results.items()
+    ]  # fmt: skip
+    header = ["recipe", "date", "commit", "hardware", "hours", "cost ($)", "tokens/s", "MFU"]
+    lines = [
+        *["# Results of the recipes", ""],
+        "Made by `python recipes/measured.py` from each recipe's `results.json`; every row was run.",
+        "`python recipes/measured.py recipes/NAME RUN` compares a new run with its row (docs/report.md).",
+        *["", *markdown_table(header, body)],
+    ]
+    for name, row in results.items():
+        numbers = [
+            [kind, escape(label), f"{number['value']:.4f}", f"± {number['tolerance']:g}"]
+            for kind, of_kind in (("loss", row["losses"]), ("score", row["scores"]))
+            for label, number in of_kind.items()
+        ]
+        lines += [
+            f"## {name}",
+            "",
+            f"    {row['command']}",
+            "",
+            *markdown_table(["", "", "value", "tolerance"], numbers),
+        ]
+    return markdown_page(lines)
+
+
+def check_run(recipe: Path, run: Path) -> dict[str, tuple[float, float, float | None]]:
+    """Return the value and the tolerance of each of a recipe's losses and scores, and the new run's value.
+
+    The last is None if the run's folder doesn't have it.
+    """
+    row = json.loads((recipe / "results.json").read_text())
+    numbers = (row["losses"] | row["scores"]).items()
+    return {name: (number["value"], number["tolerance"], _value(run, number)) for name, number in numbers}
+
+
+def _value(run: Path, number: dict[str, Any]) -> float | None:
+    """Return the run's value; None if the file or the key is missing, or the value is not a finite number."""
+    try:
+        text = (run / number["file"]).read_text()
+        if number["file"].endswith(".jsonl"):
+            value: Any = next(e[number["key"]] for e in reversed(parse_metrics(text)) if number["key"] in e)
+        else:
+            value = json.loads(text)
+            for part in number["key"].removeprefix("/").split("/"):
+                name = part.replace("~1", "/").replace("~0", "~")
+                value = value[int(name) if isinstance(value, list) else name]
+    except (FileNotFoundError, LookupError, TypeError, StopIteration):
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def verdict(expected: float, tolerance: float, value: float | None) -> str:
+    """Compare a recipe's number with a new run's: `ok`, `differs` or `missing`."""
+    if value is None:
+        return "missing"
+    # Rounding must not reject a difference that equals the tolerance.
+    return "ok" if abs(value - expected) <= tolerance * (1 + 1e-9) + 1e-12 else "differs"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or compare a run with a recipe's row."""
+    if not arguments:
+        (HERE / "RESULTS.md").write_bytes(results_page(HERE))
+        return 0
+    recipe, run = map(Path, arguments)
+    numbers = check_run(recipe, run)
+    body = [
+        [escape(name), f"{expected:.6g}", f"± {tolerance:g}", "" if value is None else f"{value:.6g}",
+         verdict(expected, tolerance, value)]
+        for name, (expected, tolerance, value) in numbers.items()
+    ]  # fmt: skip
+    print("\n".join(markdown_table(["", "recipe", "tolerance", "run", ""], body)))
+    failed = [name for name, number in numbers.items() if verdict(*number) != "ok"]
+    print(f"{len(failed)} of {len(numbers)} numbers are not within the tolerance")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
