@@ -133,6 +133,7 @@ lint: env docs
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/lines.py
 	$(BIN)/basedpyright
 
 # About a quarter of an hour on two cores: nothing else may run beside it. Writes benchmarks/results/.

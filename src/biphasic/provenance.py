@@ -18,10 +18,7 @@ _PACKAGES = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformer
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return `commit`, `host`, `hardware` (the GPU's or the CPU's name) and `versions` of this process.
-
-    The version of a package that is on the path, but not installed, is None.
-    """
+    """Return `commit` (`+changes` if tracked files differ), `host`, `hardware` and `versions` of this process."""
     import torch
 
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
@@ -36,10 +33,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the sources, with `+changes` if tracked files differ.
-
-    Outside a git checkout it is BIPHASIC_COMMIT, which an image may be built with, or None.
-    """
+    """Return the commit of the sources, or BIPHASIC_COMMIT, which an image may be built with."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"]
     with suppress(OSError, subprocess.SubprocessError):

@@ -23,11 +23,8 @@ _log = logging.getLogger(__name__)
 class Webhook:
     """Posts events as JSON, from a thread: `text`, `run`, `event`, `batch`, `message`, `host`.
 
-    Events: `spike`, `skipped` (a batch), `resumed`, `preempted`, `finished`, `failed`. Nothing is raised; the first
-    message that can't be delivered is a warning.
-
     `variable` is the name of the environment variable with the URL, which is a secret: no message contains it. None: nothing
-    is sent.
+    is sent. Nothing is raised; the first message that can't be delivered is a warning.
     """
 
     def __init__(self, variable: str | None, run: str):

@@ -87,6 +87,9 @@ def test_phases_that_can_be(changes: list[dict[str, Any]]) -> None:
     assert list(phase_problems(phases(*changes), END, SHAPE)) == []
 
 
+SAME_UNIT = "a ramp needs its phase's start and end in the same unit, in batches (ba), rows (sp) or tokens (tok)"
+
+
 @pytest.mark.parametrize(
     ("changes", "keys", "message"),
     [
@@ -101,10 +104,10 @@ def test_phases_that_can_be(changes: list[dict[str, Any]]) -> None:
          "mask, random and keep must add up to 1; got 0.5 + 0.2 + 0.2"),
         ([{"until": "3ba"}, {"replacement": {"mask": 1, "random": 0.2}}], ["1.replacement"],
          "mask, random and keep must add up to 1; got 1.0 + 0.2 + 0.0"),
-        ([{"until": "80tok"}, {"masking_ratio": RAMP}], ["1.masking_ratio"],
-         "a ramp needs its phase's start (80tok) and end (10ba) in the same unit"),
+        ([{"until": "80tok"}, {"masking_ratio": RAMP}], ["1.masking_ratio", "1.until", "max_duration"],
+         f"{SAME_UNIT}; got 80tok to 10ba"),
         ([{"until": "2ep", "masking_ratio": RAMP}, {}], ["0.masking_ratio", "0.until", "max_duration"],
-         "a ramp needs its phase's end in batches (ba), rows (sp) or tokens (tok), not in epochs; got 2ep"),
+         f"{SAME_UNIT}; got 0ba to 2ep"),
     ],
 )  # fmt: skip
 def test_phases_that_cannot_be_are_refused(changes: list[dict[str, Any]], keys: list[str], message: str) -> None:
@@ -159,13 +162,13 @@ def test_the_decay_s_own_batches_count(rows: tuple[int, int], fit: bool) -> None
     [
         ({"warmup": "9ba"}, "1ep", {}),
         ({"warmup": "0dur", "decay": "0dur"}, "1ep", {}),
-        ({"warmup": "1ep"}, "10ba", {"warmup": "expected the length of the warmup in batches (ba), rows (sp) or"}),
+        ({"warmup": "1ep"}, "10ba", {"warmup": "expected batches (ba), rows (sp) or tokens (tok), here or in"}),
         (
             {"warmup": "0.05dur", "decay": "0.2dur"},
             "2ep",
             {
-                "warmup": "not in epochs; got 0.05dur of 2ep",
-                "decay": "a decay needs max_duration in batches (ba), rows (sp) or tokens (tok), not",
+                "warmup": "instead of epochs; got 0.05dur of 2ep",
+                "decay": "expected batches (ba), rows (sp) or tokens (tok), here or in max_duration",
             },
         ),
     ],

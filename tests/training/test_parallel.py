@@ -98,7 +98,7 @@ def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write, code: 
         "objective__phases": [{"name": "clm"}],
         "max_duration": "8ba",
     }
-    computing = {"compile": True, "activation_checkpointing": [1]}
+    computing = {"compile": True, "activation_checkpointing": 2}
     for name, more in (("plain", {"data__num_canonical_nodes": 4}), ("compiled", {**FSDP, "compute": computing})):
         run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"), code=code)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -114,7 +114,7 @@ def test_modernbert_is_sharded_and_compiled(write_yaml: Write, tmp_path: Path) -
     keys |= {"objective__phases": [{"name": "clm", "until": "4ba"}, {"name": "mlm"}], "checkpoint__interval": "8ba"}
     for name, more in (
         ("plain", {"data__num_canonical_nodes": 4}),
-        ("compiled", {**FSDP, "compute": {"compile": True, "activation_checkpointing": [1]}}),
+        ("compiled", {**FSDP, "compute": {"compile": True, "activation_checkpointing": 2}}),
     ):
         run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"), code=AOT_EAGER)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -253,15 +253,14 @@ def test_auto_depends_on_the_size_of_the_states(
 
 
 @pytest.mark.parametrize("degree", ["all", "node"])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_the_configuration_has_the_mesh_s_degrees(monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str) -> None:
+def test_the_configuration_has_the_mesh_s_degrees(monkeypatch: pytest.MonkeyPatch, degree: str) -> None:
     """Of 16 ranks on two machines."""
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(parallel.dist, "get_local_world_size", lambda: 8)
-    made = parallel.parallelism_config("fsdp", degree, reshard_after_forward=reshard, monolithic=False)
+    made = parallel.parallelism_config("fsdp", degree, monolithic=False)
     fsdp: Any = (made or {})["fsdp"]
     # Composer makes its mesh from these; without them it would make a flat one, in silence.
     degrees = fsdp.data_parallel_shard_degree, fsdp.data_parallel_replicate_degree
     assert degrees == ((16, None) if degree == "all" else (8, 2))
-    assert fsdp.reshard_after_forward == reshard
+    assert fsdp.reshard_after_forward
     assert fsdp.mixed_precision == "DEFAULT" and fsdp.state_dict_type == "sharded"

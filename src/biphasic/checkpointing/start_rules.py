@@ -245,7 +245,6 @@ def _phase_index(config: PretrainConfig, progress: TrainingProgress) -> int:
 
 def _describe(difference: Difference) -> str:
     since = f", from batch {difference.batch} on" if difference.batch else ""
-    since += " (a share moves when max_duration changes: write the first as it was)" * difference.are_shares
     return f"{difference.key}: {difference.first} until now, {difference.second} here{since}"
 
 

@@ -48,7 +48,7 @@ def preflight(options: Namespace) -> int:
     from biphasic.config.load import load
 
     config = load(options.file, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
-    if config.job not in ("pretrain", "finetune"):
+    if config.job != "pretrain" and config.job != "finetune":
         raise UserError(f"{options.file}: expected job: pretrain or job: finetune; got {config.job}")
     from biphasic.preflight import check  # PyTorch and Composer take seconds to import
 

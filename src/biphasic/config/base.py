@@ -85,7 +85,7 @@ Size = Annotated[Bytes, whole, Field(gt=0, lt=2**63), named("size in bytes, such
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Return an annotation for strings that match a regular expression; messages describe them as `expected`."""
+    """Annotate strings that match a regular expression; messages describe them as `expected`."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -159,7 +159,7 @@ class JobConfig(Section):
     """Base class of the schemas of a complete YAML, one for each job."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values for a run of `ranks` processes."""
+        """Yield the combinations of values that can't work with `ranks` processes."""
         yield from ()
 
 
@@ -179,7 +179,7 @@ class RunConfig(JobConfig):
 
     @property
     def run_folder(self) -> Path:
-        """The folder to which the run writes."""
+        """`output/run_name`."""
         return Path(self.output) / self.run_name
 
 

@@ -1,9 +1,9 @@
 """Compare the histories of two pretraining runs: from which batch on they train differently, and in which key.
 
-A run is the history of its batches. Keys such as the model, the data and the seed affect every batch. The phases, and
-the parts of the schedule (warmup, constant rate, decay), follow each other, and each determines its own batches. So two
-runs are equal up to the first phase or part whose start or settings differ. `compare_histories` decides which batches
-the runs of a study share; `compare_pasts` what a restart may change, and which checkpoints of other runs a run may use.
+Keys such as the model, the data and the seed affect every batch. The phases, and the parts of the schedule (warmup,
+constant rate, decay), follow each other, and each determines its own batches. So two runs are equal up to the first phase
+or part whose start or settings differ. `compare_histories` decides which batches the runs of a study share;
+`compare_pasts` what a restart may change, and which checkpoints of other runs a run may use.
 """
 
 from __future__ import annotations
@@ -45,24 +45,16 @@ _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two histories.
-
-    Attributes:
-        batch: first batch that is trained differently, counted from 0; the earliest possible one if it depends on the
-            data's padding or on the length of an epoch.
-        key: the key that differs, as in the second configuration.
-        first: the key's value in the first configuration, as text.
-        second: the key's value in the second configuration.
-        times: the histories are equal for batches that begin before all of these times.
-        are_shares: whether both values are shares of their run's length, and so differ if that does.
-    """
+    """The first difference between two histories: a key, with its value in either as text."""
 
     batch: int
+    """First batch that is trained differently, counted from 0; the earliest possible one if it depends on the data's
+    padding or on the length of an epoch."""
     key: str
     first: str
     second: str
     times: tuple[Duration, ...]
-    are_shares: bool = False
+    """The histories are equal for batches that begin before all of these times."""
 
     def is_past(self, last_batch: TrainingProgress) -> bool:
         """Return whether a run whose last batch began at `last_batch` may already have trained differently."""
@@ -74,10 +66,9 @@ def compare_histories(
 ) -> Difference | None:
     """Return the first batch that two checked configurations train differently, and a key that differs.
 
-    A different constant key is a difference at batch 0. Phases and parts of the schedule are compared in order. Keys
-    that don't affect the weights, such as paths and the number of ranks, are ignored, and so are those in `overrides`
-    (`checkpoint.resume_overrides`). Only batches that both runs have are compared: None means that the shorter history
-    is the beginning of the longer one.
+    A different constant key is a difference at batch 0. Keys that don't affect the weights, such as paths, are ignored,
+    and so are those in `overrides` (`checkpoint.resume_overrides`). Only batches that both runs have are compared: None
+    means that the shorter history is the beginning of the longer one.
 
     The number of tokens in a batch depends on its padding, and the number of batches in an epoch on the data. So times
     in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
@@ -122,17 +113,13 @@ def is_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """A phase, or a part of the schedule.
-
-    Attributes:
-        start: when it begins, in batches, tokens or epochs.
-        rule: what determines its start and its batches, by key; first the key of its start.
-        written: times as the YAML writes them, for messages.
-    """
+    """A phase, or a part of the schedule. It begins at `start`, in batches, tokens or epochs."""
 
     start: Duration
     rule: dict[str, str]
+    """What determines its start and its batches, by key; first the key of its start."""
     written: dict[str, Duration]
+    """Times as the YAML writes them, for messages."""
 
     def text(self, key: str, total: Duration) -> str:
         absent = "the end" if key.endswith(".until") else "no decay" if key == "schedule.decay" else "nothing"
@@ -225,9 +212,8 @@ def _compare_parts(
             reached = [all(map(_may_reach, ends, [time, time], shapes)) for time in later]
             times = tuple(itertools.compress(later, reached))
             batches = [_earliest(time, shape) for time in times for shape in shapes]
-            are_shares = all(key in part.written and part.written[key].unit == "dur" for part in (old, new))
             texts = old.text(key, first.max_duration), new.text(key, second.max_duration)
-            return Difference(min(batches), key, *texts, times, are_shares) if times else None
+            return Difference(min(batches), key, *texts, times) if times else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""Schema of a pretraining YAML's `model:` section, its checks, and the architecture that it describes."""
+"""Schema and checks of a pretraining YAML's `model:` section, and the architecture that it describes."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
     if model.preset is not None:
         architecture = PRESETS[model.preset]
         return architecture if model.vocab_size is None else replace(architecture, vocab_size=model.vocab_size)
-    vocab_size, hidden, ffn = model.vocab_size, model.hidden_size, model.intermediate_size
-    layers, heads = model.num_layers, model.num_heads
-    if not (vocab_size and hidden and ffn and layers and heads):
+    vocab_size, hidden, ffn, layers, heads = sizes = [getattr(model, name) for name in _REQUIRED]
+    if not all(sizes):
         return None
     kv_heads, head_dim = model.num_kv_heads or heads, model.head_dim or hidden // heads
     return Architecture(vocab_size, hidden, ffn, layers, heads, kv_heads, head_dim)
@@ -98,5 +97,5 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         if architecture.heads % architecture.kv_heads:
             yield ["model.num_kv_heads", "model.num_heads"], f"expected a divisor of num_heads ({architecture.heads})"
         if architecture.head_dim % 2:
-            key = "model.head_dim" if model.head_dim else "model.num_heads"
-            yield [key, "model.hidden_size"], f"rotary positions need an even head_dim; got {architecture.head_dim}"
+            message = f"rotary positions need an even head_dim; got {architecture.head_dim}"
+            yield ["model.num_heads", "model.head_dim", "model.hidden_size"], message

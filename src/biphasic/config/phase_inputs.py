@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from posixpath import normpath
 
 from biphasic.config.base import KeyProblems
-from biphasic.config.data import DataConfig, PhaseDataConfig, cache_limit_problems, data_problems
+from biphasic.config.data import DataConfig, cache_limit_problems, data_problems
 from biphasic.config.phases import Phase
 from biphasic.data.streams import RowStream
 from biphasic.durations import BatchShape
@@ -30,7 +30,7 @@ class PhaseInputs:
 
     @property
     def shape(self) -> BatchShape:
-        """Size of the phase's global batches."""
+        """The size of the phase's global batches."""
         return BatchShape(self.rows, self.data.sequence_length)
 
     @property
@@ -47,17 +47,15 @@ def phase_key(index: int) -> str:
 
 def phase_inputs(phases: Sequence[Phase], data: DataConfig, rows: int) -> list[PhaseInputs]:
     """Return what each phase reads. `data` and `rows` are the run's own `data` and `global_batch_size`."""
-    inputs = list[PhaseInputs]()
-    now = PhaseInputs(data, 0, rows, None)
-    for index, phase in enumerate(phases):
-        if phase.data is not None and index:
+    inputs = [PhaseInputs(data, 0, rows, None)]
+    for index, phase in enumerate(phases[1:], start=1):
+        now = inputs[-1]
+        if phase.data is not None:
             own = phase.data.after(now.data, data.cache)
             same = (each.source for each in inputs if each.data.identity() == own.identity())
             now = replace(now, data=own, source=next(same, index))
-        if index:
-            theta = now.rope_theta if phase.model is None else phase.model.rope_theta
-            now = replace(now, rows=phase.global_batch_size or now.rows, rope_theta=theta)
-        inputs.append(now)
+        theta = now.rope_theta if phase.model is None else phase.model.rope_theta
+        inputs.append(replace(now, rows=phase.global_batch_size or now.rows, rope_theta=theta))
     return inputs
 
 
@@ -67,7 +65,7 @@ def sources(inputs: Sequence[PhaseInputs]) -> list[PhaseInputs]:
 
 
 def inputs_differ(inputs: Sequence[PhaseInputs]) -> bool:
-    """Return whether phases differ in data or batch size, so that their epochs have different lengths."""
+    """Return whether phases differ in data or batch size, and so in the length of their epochs."""
     return len({(each.source, each.rows) for each in inputs}) > 1
 
 
@@ -80,9 +78,7 @@ def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks
     if phases[0].reset_optimizer:
         yield [f"{phase_key(0)}.reset_optimizer"], "has no effect: the first phase begins with a new state"
     folders = {normpath(stream.local): key for key, stream in inputs[0].data.splits.items()}
-    for index, (phase, own) in enumerate(zip(phases, inputs, strict=True)):
-        if not index:
-            continue
+    for index, (phase, own) in list(enumerate(zip(phases, inputs, strict=True)))[1:]:
         if phase.global_batch_size is not None and phase.global_batch_size % ranks:
             yield [f"{phase_key(index)}.global_batch_size"], f"expected a multiple of the number of ranks ({ranks})"
         if phase.data is None:
@@ -91,15 +87,11 @@ def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks
             # Keys that the phase can't have were checked in the run's own section.
             if keys[0].split(".")[1] in type(phase.data).model_fields:
                 yield [f"{phase_key(index)}.{key}" if key.startswith("data.") else key for key in keys], message
-        if own.source == index:
-            yield from cache_limit_problems(own.data, own.streams)
-            yield from _shared_folders(phase.data, own, folders)
-
-
-def _shared_folders(data: PhaseDataConfig, own: PhaseInputs, folders: dict[str, str]) -> KeyProblems:
-    """Report a cache that another phase's data or the validation data has too: their shards have the same names."""
-    for key, stream in own.streams.items():
-        other = folders.setdefault(normpath(stream.local), key)
-        if other != key and stream.remote is not None:
-            at = f"{phase_key(own.source)}.data.cache" if data.folder is not None else f"{key}.local"
-            yield [at, other], f"expected another folder for the shards of {stream.remote} than that of {other}"
+        if own.source != index:
+            continue
+        yield from cache_limit_problems(own.data, own.streams)
+        for key, stream in own.streams.items():
+            other = folders.setdefault(normpath(stream.local), key)
+            if other != key and stream.remote is not None:  # the shards have the same names
+                at = f"{phase_key(index)}.data.cache" if phase.data.folder is not None else f"{key}.local"
+                yield [at, other], f"expected another folder for the shards of {stream.remote} than that of {other}"

@@ -97,7 +97,7 @@ _OBJECTIVES: dict[str, type[Objective]] = {"clm": CLM, "mlm": MLM}
 def objective_class(name: str) -> type[Objective]:
     """Return the objective that a phase's `name` means: `clm`, `mlm`, or `MODULE.CLASS` of a module on Python's path.
 
-    Raises a ValueError if there is no such module, or the class is not an `Objective`.
+    Raises a ValueError if there is no such class.
     """
     if name in _OBJECTIVES:
         return _OBJECTIVES[name]
@@ -179,21 +179,18 @@ def phase_problems(phases: Sequence[_Phase], max_duration: Duration, batch: Batc
     if any(phase.until is None for phase in phases[:-1]) or phases[-1].until is not None:
         return
     for span in resolve_phases(phases, max_duration):
-        key, until = f"objective.phases.{span.index}", span.phase.until
+        key, until, start, end = f"objective.phases.{span.index}", span.phase.until, span.start, span.end
         if until is not None and not until.is_whole_of(max_duration):
             message = f"expected whole epochs, or a length in another unit; got {until} of {max_duration}"
             yield [f"{key}.until", "max_duration"], message
-        if span.phase.until is not None and batch.not_before(span.end, max_duration):
-            message = f"the phase must end before the run does (max_duration: {max_duration}); got {span.end}"
+        if until is not None and batch.not_before(end, max_duration):
+            message = f"the phase must end before the run does (max_duration: {max_duration}); got {end}"
             yield [f"{key}.until", "max_duration"], message
-        elif span.phase.until is not None and batch.not_before(span.start, span.end):
-            yield [f"{key}.until"], f"the phase must end after it starts ({span.start}); got {span.end}"
+        elif until is not None and batch.not_before(start, end):
+            yield [f"{key}.until"], f"the phase must end after it starts ({start}); got {end}"
         ramps = isinstance(span.phase, MLMPhase) and isinstance(span.phase.masking_ratio, RampConfig)
-        if ramps and span.start.value and span.start.unit != span.end.unit:
-            message = f"a ramp needs its phase's start ({span.start}) and end ({span.end}) in the same unit"
-            yield [f"{key}.masking_ratio"], message
-        elif ramps and span.end.unit == "ep":
-            message = f"a ramp needs its phase's end in {_COUNTED}, not in epochs; got {span.end}"
+        if ramps and (end.unit == "ep" or (start.value and start.unit != end.unit)):
+            message = f"a ramp needs its phase's start and end in the same unit, in {_COUNTED}; got {start} to {end}"
             yield [f"{key}.masking_ratio", f"{key}.until", "max_duration"], message
 
 
@@ -206,9 +203,8 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
     warmup, decay = schedule.warmup.resolve(max_duration), schedule.decay.resolve(max_duration)
     in_epochs = [name for name, time in (("warmup", warmup), ("decay", decay)) if time.value and time.unit == "ep"]
     for name in in_epochs:
-        subject = "expected the length of the warmup" if name == "warmup" else "a decay needs max_duration"
-        message = f"{subject} in {_COUNTED}, not in epochs; got {getattr(schedule, name)} of {max_duration}"
-        yield [f"schedule.{name}", "max_duration"], message
+        message = f"expected {_COUNTED}, here or in max_duration, instead of epochs"
+        yield [f"schedule.{name}", "max_duration"], f"{message}; got {getattr(schedule, name)} of {max_duration}"
     if in_epochs:
         return
     if batch.not_before(warmup, max_duration):

@@ -1,6 +1,6 @@
 """Schema of a pretraining YAML (`job: pretrain`): keys, types, limits, defaults and checks.
 
-The classes mirror the YAML's sections. `config.model`, `config.data` and `config.phases` contain the larger sections.
+`config.model`, `config.data` and `config.phases` contain the larger sections.
 """
 
 from __future__ import annotations
@@ -98,8 +98,6 @@ class ParallelismConfig(Section):
     `auto`: ddp if these take at most half of a GPU's memory and the checkpoint to load is not sharded."""
     shard_degree: Positive | Literal["all", "node"] = "all"
     """Number of ranks that share one copy of the model. `node`: the ranks of a node, with a copy on each node (HSDP)."""
-    reshard_after_forward: bool = True
-    """False keeps a layer's gathered weights from forward to backward, which needs less communication but more memory."""
 
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
@@ -123,18 +121,14 @@ class ComputeConfig(Section):
     residual: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum over layers (the residual stream) with `precision: amp_bf16`. `bf16` takes less memory and
     time, and rounds the sum at every layer (docs/throughput.md)."""
-    activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
-    """Layers whose activations are recomputed in the backward pass to save memory: `all`, every Nth (`2`), or a list,
-    counted from 0 (`[0, 1, 5]`)."""
+    activation_checkpointing: Literal["none", "all"] | Positive = "none"
+    """Layers whose activations are recomputed in the backward pass to save memory: `all`, or every Nth (`2`)."""
 
     def recomputed(self, layers: int) -> list[int]:
         """Return the indices of the recomputed layers in a model with `layers` layers."""
         setting = self.activation_checkpointing
-        if isinstance(setting, list):
-            return setting
-        if isinstance(setting, int):
-            return list(range(setting - 1, layers, setting))
-        return list(range(layers)) if setting == "all" else []
+        every = setting if isinstance(setting, int) else 1 if setting == "all" else layers + 1
+        return list(range(every - 1, layers, every))
 
 
 class LoggingConfig(Section):
@@ -203,7 +197,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def checkpoint_destination(self) -> str:
-        """Folder or bucket prefix to which the run saves checkpoints."""
+        """Folder or bucket prefix to which the run saves."""
         return self.checkpoint.folder or str(self.run_folder / "checkpoints")
 
     @property
@@ -262,10 +256,8 @@ class PretrainConfig(RunConfig):
         yield from self._checkpoint_problems()
         if self.webhook is not None and not self.webhook.isidentifier():
             # Without the value: the secret itself may have been given.
-            yield (
-                ["webhook"],
-                "needs the name of an environment variable, such as BIPHASIC_WEBHOOK, instead of its value",
-            )
+            message = "needs the name of an environment variable, such as BIPHASIC_WEBHOOK, instead of its value"
+            yield ["webhook"], message
         later = [phase.data for phase in self.objective.phases if phase.data is not None]
         yield from data_problems(self.data, self.global_batch_size, later)
         yield from input_problems(self.objective.phases, self.inputs, ranks)
@@ -286,28 +278,30 @@ class PretrainConfig(RunConfig):
             rank_batch = f"{size} rows / {ranks} ranks = {size // ranks}"
             message = f"expected a divisor of a rank's batch ({rank_batch}), or auto, which fits any number of ranks"
             yield ["microbatch_size", "global_batch_size"], message
-        evaluation = self.evaluation
-        if evaluation.batch_size is not None and evaluation.batch_size % ranks:
+        if self.evaluation.batch_size is not None and self.evaluation.batch_size % ranks:
             yield ["evaluation.batch_size"], f"expected a multiple of the number of ranks ({ranks})"
-        yield from self._interval_problems("evaluation.interval", evaluation.interval)
         if self.data.validation is None:
-            names, message = type(evaluation).model_fields, "has no effect without data.validation"
-            yield from evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
+            names, message = type(self.evaluation).model_fields, "has no effect without data.validation"
+            yield from self.evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
 
-    def _interval_problems(self, key: str, interval: Duration | None) -> KeyProblems:
-        end = self.max_duration
-        if interval is None:
-            return
-        if not interval.resolve(end).value:
-            yield [key], "expected a positive length"
-        elif not interval.is_whole_of(end):
-            yield [key, "max_duration"], f"expected whole epochs, or a length in another unit; got {interval} of {end}"
+    def _interval_problems(self) -> KeyProblems:
+        end, intervals = (
+            self.max_duration,
+            {"evaluation": self.evaluation.interval, "checkpoint": self.checkpoint.interval},
+        )
+        for section, interval in intervals.items():
+            key = f"{section}.interval"
+            if interval is not None and not interval.resolve(end).value:
+                yield [key], "expected a positive length"
+            elif interval is not None and not interval.is_whole_of(end):
+                message = f"expected whole epochs, or a length in another unit; got {interval} of {end}"
+                yield [key, "max_duration"], message
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
         parallelism, architecture = self.parallelism, architecture_of(self.model)
         if parallelism.strategy == "ddp":
-            names, message = ("shard_degree", "reshard_after_forward"), "has no effect with parallelism.strategy: ddp"
-            yield from parallelism.require_defaults(names, "parallelism", ["parallelism.strategy"], message)
+            message = "has no effect with parallelism.strategy: ddp"
+            yield from parallelism.require_defaults(["shard_degree"], "parallelism", ["parallelism.strategy"], message)
         if isinstance(parallelism.shard_degree, int) and ranks % parallelism.shard_degree:
             yield ["parallelism.shard_degree"], f"expected a divisor of the number of ranks ({ranks})"
         if self.compute.attention not in ("auto", "varlen") and self.compute.varlen_kernels != "auto":
@@ -319,16 +313,13 @@ class PretrainConfig(RunConfig):
         if self.compute.residual == "bf16" and self.precision != "amp_bf16":
             message = f"expected precision: amp_bf16 with compute.residual: bf16; got {self.precision}"
             yield ["compute.residual", "precision"], message
-        setting = self.compute.activation_checkpointing
-        if architecture is not None and setting not in ("none", "all"):
-            layers = self.compute.recomputed(architecture.layers)
-            if not layers or max(layers) >= architecture.layers:
-                message = f"expected layers from 0 to {architecture.layers - 1}, or every Nth of {architecture.layers}"
-                yield ["compute.activation_checkpointing"], f"{message}; got {setting}"
+        nth = self.compute.activation_checkpointing
+        if architecture is not None and isinstance(nth, int) and nth > architecture.layers:
+            yield ["compute.activation_checkpointing"], f"expected every Nth of {architecture.layers} layers; got {nth}"
 
     def _checkpoint_problems(self) -> KeyProblems:
         checkpoint, end = self.checkpoint, self.max_duration
-        yield from self._interval_problems("checkpoint.interval", checkpoint.interval)
+        yield from self._interval_problems()
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shapes.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"

@@ -49,9 +49,7 @@ def choose_strategy(strategy: Strategy | Literal["auto"], size: Architecture, ch
     return "ddp" if fits and not sharded else "fsdp"
 
 
-def parallelism_config(
-    strategy: Strategy, shard_degree: int | str, *, reshard_after_forward: bool = True, monolithic: bool
-) -> dict[str, Any] | None:
+def parallelism_config(strategy: Strategy, shard_degree: int | str, *, monolithic: bool) -> dict[str, Any] | None:
     """Return Composer's parallelism configuration; None for DDP, Composer's default.
 
     Weights, gradients and optimizer state are fp32. With `precision: amp_bf16`, layers compute with bf16 copies of the
@@ -68,7 +66,6 @@ def parallelism_config(
         "fsdp": _FSDP2(
             ranks // shards,
             shards,
-            reshard_after_forward=reshard_after_forward,
             state_dict_type="full" if monolithic else "sharded",
             mixed_precision="DEFAULT",
         )

@@ -166,10 +166,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         precision=config.precision,
         device_train_microbatch_size=batches.batch_size,  # `MicrobatchSize` sets it
         parallelism_config=parallelism_config(
-            strategy,
-            config.parallelism.shard_degree,
-            reshard_after_forward=config.parallelism.reshard_after_forward,
-            monolithic=(run.checkpoint or "").endswith(".pt"),
+            strategy, config.parallelism.shard_degree, monolithic=(run.checkpoint or "").endswith(".pt")
         ),
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
