@@ -69,13 +69,13 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         job_plan = plan_conversion(config)
     else:
         job_plan = _pretraining_plan(config, options.ranks)
-    if options.memory:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Imported here because PyTorch and Composer take seconds to import, and plans don't otherwise need them.
-        from biphasic.training.rehearsal import rehearse
+        if options.memory:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            # Imported here because PyTorch and Composer take seconds to import, and plans don't otherwise need them.
+            from biphasic.training.rehearsal import rehearse
 
-        rehearsal = rehearse(config, options.ranks)
-        job_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
+            rehearsal = rehearse(config, options.ranks)
+            job_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
     return print_job_plan(job_plan, options.json, after)
 
 
