@@ -78,7 +78,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.downstream.writer import SCHEMAS
     from biphasic.export.formats import choose_format
-    from biphasic.export.write import Weights, write_folder
+    from biphasic.export.write import write_folder
     from biphasic.model.architecture import Architecture
     from biphasic.model.language_model import from_hf_config, llama_config
 
@@ -104,7 +104,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     heads = shape.width // 32
     size = Architecture(len(vocabulary), shape.width, 2 * shape.width, shape.layers, heads, heads, 32, False)
     encoder = from_hf_config(llama_config(size, shape.longest), seed=0).backbone
-    own, weights = load_tokenizer(str(folder / "tokenizer")), Weights.in_memory(encoder.state_dict())
+    own, weights = load_tokenizer(str(folder / "tokenizer")), encoder.state_dict()
     write_folder(choose_format(encoder.config, own), "Model", weights, own, folder / "llama", "card")
     torch.manual_seed(0)
     bert = BertConfig(

@@ -28,7 +28,7 @@ fi
 step convert biphasic convert $here/data.yaml
 step tasks biphasic tasks $here/tasks.yaml
 step baselines python $here/baselines.py "$MINI/tasks"
-step untrained biphasic export --initial $here/pretrain.yaml "$MINI/untrained/encoder" --force
+step untrained biphasic export-initial $here/pretrain.yaml "$MINI/untrained/encoder" --force
 step "finetune, untrained" python src/main.py $here/sweep.yaml
 step plan python src/main.py $here/study.yaml --plan
 step pretrain python src/main.py $here/study.yaml

@@ -138,16 +138,17 @@ def make_steps(seed: int | None = None) -> list[Step]:
     exports, finetunings = list[Step](), list[Step]()
     encoders = {name: folder / name / "encoder" for name in MODELS}
     for name, out in encoders.items():
-        source = ["--initial", PRETRAIN] if name == "untrained" else [str(folder / name / "checkpoints")]
-        initial_seed = of_seed[:1] if name == "untrained" else []
+        is_new = name == "untrained"
+        export = ["export-initial", PRETRAIN] if is_new else ["export", str(folder / name / "checkpoints")]
+        initial_seed = of_seed[:1] if is_new else []
         exports.append(
             Step(
                 f"export-{name}",
                 "a folder that transformers and sentence-transformers load",
-                ["biphasic", "export", *source, str(out), *initial_seed, "--force"],
+                ["biphasic", *export, str(out), *initial_seed, "--force"],
                 [out],
                 [PRETRAIN, *CODE, "src/biphasic/export"],
-                ("tokenizer" if name == "untrained" else f"pretrain-{name}",),
+                ("tokenizer" if is_new else f"pretrain-{name}",),
                 folder=folder,
             )
         )

@@ -23,7 +23,7 @@ fi
 biphasic convert $here/data.yaml
 composer src/main.py $here/pretrain.yaml
 biphasic export $work/pretrain/checkpoints $work/encoder --force
-biphasic export --initial $here/pretrain.yaml $work/untrained --force
+biphasic export-initial $here/pretrain.yaml $work/untrained --force
 for model in encoder untrained; do
     composer src/main.py $here/finetune.yaml run_name=$model-finetuned model.path=$work/$model
     python src/main.py $here/evaluate.yaml run_name=$model-scores model.path=$work/$model-finetuned/model

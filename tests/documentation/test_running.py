@@ -12,7 +12,7 @@ from helpers.documented_commands import OURS, ROOT, Call, calls, pages
 from helpers.tiny import LENGTH, SIZE
 
 # Parts of README's commands that only the slow test runs: many trainings, a traced graph, or what another command shows.
-SLOW = ("run_name=210m-3e-4", "yamls/sweep/own.yaml", "biphasic report", "--onnx")
+SLOW = ("run_name=210m-3e-4", "yamls/sweep/own.yaml", "biphasic report", "biphasic onnx")
 # What is never run here, by how the command begins, and why.
 NOT_RUN = {
     "make": "other tests run what these start",
@@ -54,16 +54,15 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/export.md": (
         {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
          "checkpoints OUT": "checkpoints newest", "biphasic.yaml OUT": "biphasic.yaml untrained",
-         "CHECKPOINT OUT": "CHECKPOINT with-onnx",
-         "CHECKPOINT": f"{RUN}/checkpoints/ba42000-rank0.pt", "runs/evaluate/x": "runs/evaluate/quick",
-         "--results-of MODEL": "", "OUT --push org/name --private": "OUT --push org/name --dry-run --private"},
+         "CHECKPOINT": f"{RUN}/checkpoints/ba42000-rank0.pt",
+         "OUT org/name --private": "OUT org/name --dry-run --private"},
         ("ep0-ba42000",),
     ),
     "docs/finetune.md": (
         {},
         # GLUE is on the hub; tests/downstream/test_glue.py reads its columns, tests/sweep the order of its trials.
         # The export from a bucket is named in a sentence.
-        ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue", "s3://"),
+        ("retrieval.yaml", "predict runs/squad", "biphasic mine", "mined", "glue", "s3://"),
     ),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
     "docs/sweeps.md": ({}, ()),

@@ -64,7 +64,7 @@ def test_export_of_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path:
 def test_initial_weights_are_those_of_the_run(write_yaml: Write, tmp_path: Path) -> None:
     path = write_yaml(optimizer__lr=1e-30, optimizer__weight_decay=0.0, max_duration="8ba")
     folder = train(config_of(path, seed=8))
-    assert main(["export", "--initial", str(path), str(tmp_path / "out"), "seed=8"]) == 0
+    assert main(["export-initial", str(path), str(tmp_path / "out"), "seed=8"]) == 0
     trained, initial = (
         load_language_model(str(folder / "checkpoints" / "ba8-rank0.pt")),
         load_language_model(str(tmp_path / "out")),

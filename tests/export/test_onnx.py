@@ -18,7 +18,7 @@ from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import onnx as module
-from biphasic.export.onnx import GRAPH, INT8_GRAPH, WEIGHTS, export_onnx
+from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config
@@ -152,17 +152,18 @@ def test_half_precision_weights_are_computed_in_fp32(exported: Path, tmp_path: P
     torch.testing.assert_close(embeddings, expected, atol=1e-4, rtol=0)
 
 
-def test_the_command_writes_the_graph_with_an_export_or_later(
+def test_the_command_writes_the_graph(
     write_yaml: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = train(config_of(write_yaml(max_duration="8ba"))) / "checkpoints" / "ba8-rank0.pt"
-    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert main(["onnx", str(tmp_path / "out")]) == 0
     assert "onnx/model.onnx: largest difference from the model" in capsys.readouterr().out
     graph = tmp_path / "out" / "onnx" / GRAPH
     first = shutil.copy(graph, tmp_path)
     shutil.rmtree(graph.parent)
     without_tracing(monkeypatch, Path(first))
-    assert main(["export", str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["onnx", str(tmp_path / "out")]) == 0
     assert graph.read_bytes() == Path(first).read_bytes()
 
 
@@ -178,40 +179,6 @@ def test_embeddings_are_those_of_sentence_transformers(graph: Path) -> None:
     features = model.tokenizer(texts, padding=True, return_tensors="pt")
     embeddings = run(graph, features["input_ids"], features["attention_mask"])[1]
     np.testing.assert_allclose(embeddings, model.encode(texts), atol=1e-5)
-
-
-def test_int8(
-    exported: Path, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A smaller graph whose embeddings have the direction of sentence-transformers'; another one is refused."""
-    from sentence_transformers import SentenceTransformer
-
-    folder = tmp_path / "out"
-    shutil.copytree(exported, folder)
-    without_tracing(monkeypatch, graph)
-    assert main(["export", str(folder), "--onnx", "--int8"]) == 0
-    int8 = folder / "onnx" / INT8_GRAPH
-    assert "model_int8.onnx: " in capsys.readouterr().out
-    assert sorted(path.name for path in int8.parent.iterdir()) == sorted([GRAPH, INT8_GRAPH])
-    assert int8.stat().st_size < 0.6 * graph.stat().st_size
-    model = onnx.load(int8)
-    assert sum(node.op_type == "MatMulInteger" for node in model.graph.node) == 2 * 7
-    texts = ["w5 w6 w7 w8", "w9 w4", "w5 w6 w9 w8"]
-    transformer = SentenceTransformer(str(folder), device="cpu")
-    features = transformer.tokenizer(texts, padding=True, return_tensors="pt")
-    embeddings = run(int8, features["input_ids"], features["attention_mask"])[1]
-    expected = torch.from_numpy(transformer.encode(texts))
-    assert (1 - torch.cosine_similarity(embeddings, expected)).max() < 1e-2
-    assert (embeddings - expected).abs().max() > 1e-4  # it isn't the fp32 graph
-    monkeypatch.setattr(module, "INT8_TOLERANCE", 1e-7)
-    before = int8.read_bytes()
-    with pytest.raises(UserError, match=r"int8 graph and the model is .*, more than 1e-07: nothing is written"):
-        export_onnx(folder, int8=True)
-    assert int8.read_bytes() == before
-    export_onnx(folder)  # without --int8 only the fp32 graph is left
-    assert [path.name for path in int8.parent.iterdir()] == [GRAPH]
-    assert main(["export", str(folder), "--int8"]) == 2
-    assert "--int8 belongs to --onnx" in capsys.readouterr().err
 
 
 def test_an_edited_pooling_is_refused(exported: Path, tmp_path: Path) -> None:
@@ -283,5 +250,5 @@ def test_unusable_folders_are_refused(exported: Path, tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"model_quantized\.onnx, which an export doesn't write"):
         export_onnx(folder)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else True)
-    with pytest.raises(UserError, match=r"--onnx: onnxruntime not installed: uv pip install '\.\[onnx\]'"):
+    with pytest.raises(UserError, match=r"onnx: onnxruntime not installed: uv pip install '\.\[onnx\]'"):
         export_onnx(folder)

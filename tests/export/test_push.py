@@ -13,7 +13,6 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.export.card import untrained_card
 from biphasic.export.folder import EXPORT_FILE
@@ -63,7 +62,7 @@ def run(
     environment: dict[str, str], folder: Path, *arguments: str, token: str | None = WRITES
 ) -> subprocess.CompletedProcess[str]:
     tokens = {} if token is None else {"HF_TOKEN": token}
-    command = [sys.executable, "-m", "biphasic", "export", str(folder), "--push", *arguments]
+    command = [sys.executable, "-m", "biphasic", "push", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**environment, **tokens}, timeout=120)
 
 
@@ -170,7 +169,7 @@ def test_a_dry_run_makes_no_request(
 
 def test_unusable_folders_and_names_are_refused(folder: Path, tmp_path: Path) -> None:
     for repo in ("encoder", "a/b/c", "org/", "org/has space", "org/-x", "org/a..b"):
-        with pytest.raises(UserError, match=f"--push {repo}"):
+        with pytest.raises(UserError, match=f"push {repo}"):
             push(folder, repo, dry_run=True)
     with pytest.raises(UserError, match="is not an exported folder"):
         push(tmp_path, "org/encoder", dry_run=True)
@@ -189,22 +188,6 @@ def test_unusable_folders_and_names_are_refused(folder: Path, tmp_path: Path) ->
         push(folder, "org/encoder", dry_run=True)
     (folder / "notes.txt").unlink()
     assert set(files_of(folder)) == UPLOADED
-
-
-def test_a_push_is_checked_before_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An export may take hours."""
-    monkeypatch.setattr("biphasic.export.push.get_token", lambda: None)
-    missing, out = str(tmp_path / "missing.pt"), str(tmp_path / "out")
-    for arguments, message in (
-        (["--push", "encoder"], "expected ORGANISATION/NAME"),
-        (["--push", "org/encoder"], "no token for the hub"),
-        (["--push", "org/encoder", "--dry-run"], "no such file"),
-        (["--results", str(tmp_path)], "there are no results of mteb"),
-    ):
-        assert main(["export", missing, out, *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_the_code_of_fine_tuned_models_names_the_repository() -> None:

@@ -109,7 +109,7 @@ def test_answers_are_learned_saved_and_predicted(toy: Path, tmp_path: Path) -> N
     assert record["results"][0]["test"] > 0.75 and record["results"][1]["test"] > 0.75, record["results"]
     # The saved tokenizer adds the EOS token, and transformers' class gives the labels.
     saved = str(folder / "model")
-    model, task = load_finetuned(saved, read_task(saved) or {})
+    model, task = load_finetuned(saved, read_task(saved))
     columns = {"question": ["which"], "context": ["w1 w2 w3 w4"]}
     answers, _ = predict(model, task, ["a"], columns)
     ids = AutoTokenizer.from_pretrained(saved)("w1 w2").input_ids

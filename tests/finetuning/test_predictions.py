@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from sklearn.metrics import accuracy_score
 
 from biphasic.commands import main
 from biphasic.evaluation.search import best_documents, rank_documents, retrieval_scores, trec_run
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.classification import entity_scores
+from biphasic.finetuning.retrieval import titled_texts
 from biphasic.finetuning.run import run
 from helpers.rankings import grades, mean_ndcg, read_run
 from helpers.toy_sets import config_of
@@ -133,7 +134,6 @@ def test_mistakes_are_named(
         ([model, "null.jsonl"], "null.jsonl: row 1 has no text"),
         ([model, "number.jsonl"], "number.jsonl: row 0: text is not text: 5"),
         ([model, "null.jsonl", "--out", "x.csv"], "expected a name that ends with .jsonl or .parquet"),
-        ([model, "null.jsonl", "--prompt", "query"], "--prompt: is for embeddings"),
         (["nowhere/model", "null.jsonl"], "nowhere/model"),
     ):
         assert main(["predict", *arguments]) == 2
@@ -142,7 +142,7 @@ def test_mistakes_are_named(
     assert not list(tmp_path.glob("*predictions*")) and not list(tmp_path.glob("*.csv"))
 
 
-def test_rankings_and_embeddings(
+def test_rankings_are_those_of_sentence_transformers(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -161,6 +161,7 @@ def test_rankings_and_embeddings(
     assert record["predictions"] == names
     scored = {result["name"]: result for result in record["results"]}
     model = str(folder / "model")
+    encoder = SentenceTransformer(model, device="cpu")
     for name, place in config.task.retrieval_sets.items():
         judged = pq.read_table(Path(place) / "qrels" / "test.parquet").to_pydict()
         qrels = grades(zip(*judged.values(), strict=True))
@@ -171,25 +172,19 @@ def test_rankings_and_embeddings(
             assert np.mean(by_query[metric]) == pytest.approx(scored[name]["more"]["test"][metric], abs=1e-12)
         assert by_query["predicted"] == [list(ranked[query])[:10] for query in by_query["id"]]
         embedded = []
-        for table, prompt in (("queries", "query"), ("corpus", "document")):
-            file = str(Path(place) / f"{table}.parquet")
-            assert main(["predict", model, file, "--prompt", prompt, "--out", f"{table}.parquet"]) == 0
-            content = pq.read_table(f"{table}.parquet")
-            assert pa.types.is_fixed_size_list(content.schema.field("embedding").type)
-            embedded.append((content["id"].to_pylist(), torch.tensor(content["embedding"].to_pylist())))
+        for table in ("queries", "corpus"):
+            columns = pq.read_table(Path(place) / f"{table}.parquet").to_pydict()
+            embeddings = encoder.encode(
+                titled_texts(columns), prompt_name={"queries": "query", "corpus": "document"}[table]
+            )
+            embedded.append((columns["_id"], torch.from_numpy(embeddings)))
         (query_ids, queries), (document_ids, documents) = embedded
         chosen = [query_ids.index(query) for query in qrels]
         again = rank_documents(list(qrels), queries[chosen], document_ids, documents)
         assert retrieval_scores(again, qrels)["ndcg_at_10"] == pytest.approx(scored[name]["test"], abs=1e-6)
-    capsys.readouterr()
     Path("new.jsonl").write_text('{"text": "w1 w2"}\n')
     assert main(["predict", model, "new.jsonl"]) == 2
-    assert "--prompt: expected query, document, none" in capsys.readouterr().err
-    # An encoder that isn't fine-tuned has no prompts.
-    assert main(["predict", str(toy / "start"), "new.jsonl"]) == 0
-    assert pq.read_table("new-embeddings.parquet")["id"].to_pylist() == ["0"]
-    assert main(["predict", str(toy / "start"), "new.jsonl", "--prompt", "query"]) == 2
-    assert "has no prompts" in capsys.readouterr().err
+    assert "is a model for retrieval" in capsys.readouterr().err
 
 
 def test_run_files() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.formats import Kind, add_older_keys, choose_format
-from biphasic.export.write import Weights, require_free, write_atomically, write_folder, write_shared_files
+from biphasic.export.write import require_free, write_atomically, write_folder, write_shared_files
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.pooling import SentenceSettings
@@ -103,14 +103,17 @@ def export_finetuned(
     fmt = choose_format(backbone.config, tokenizer)
     kind: Kind = "Model" if label_names is None else _KINDS.get(type(head), "Model")
     kind = kind if kind in fmt.classes else "Model"
-    weights = backbone.state_dict()
+    weights = {name: weight.detach().cpu() for name, weight in backbone.state_dict().items()}
     if kind != "Model":
-        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
+        weights = {
+            **{f"model.{name}": weight for name, weight in weights.items()},
+            **{name: weight.cpu() for name, weight in head.state_dict().items()},
+        }
     _set_labels(fmt.config, label_names, problem_type)
     text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
-    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, text, settings, **options)
+    write_folder(fmt, kind, weights, tokenizer, out, text, settings, **options)
 
 
 def _older_settings(settings: dict[str, Any], max_length: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from biphasic.errors import UserError
-from biphasic.storage import open_store, user_errors
+from biphasic.storage import user_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -54,13 +54,6 @@ def read_card(folder: Path) -> ModelCard:
     with user_errors(f"{folder / CARD_FILE} can't be read", UnicodeDecodeError):
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
     return parse_card(text)
-
-
-def write_card(folder: Path, card: ModelCard) -> None:
-    """Replace the folder's model card atomically; a UserError if that fails or the hub would refuse it."""
-    parse_card(str(card))
-    with user_errors(f"{folder / CARD_FILE} can't be written"):
-        open_store(str(folder)).write(CARD_FILE, quote_numbers(str(card)).encode())
 
 
 def parse_card(text: str) -> ModelCard:

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.data.tokenizer import Tokenizer
@@ -60,8 +61,8 @@ class Format:
     classes: Mapping[Kind, Any]
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of additional files in the folder, by file name."""
-    stored_names: Callable[[str], list[str]] | None = None
-    """Returns the names of the stored weights that make up a weight of the network, one below another. Default: its own."""
+    rename: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    """Returns stored weights as the network has them."""
     keeps_special_tokens: bool = False
     """Whether the tokenizer goes on adding its special tokens to a text, because the model was trained with them."""
 
@@ -145,16 +146,22 @@ def _modernbert_format(config: Any, special: dict[str, int | None]) -> Format:
     if is_decoder:
         content["local_attention"] = 2 * (config.sliding_window - 1)
 
-    def stored_names(name: str) -> list[str]:
-        name = re.sub(r"^decoder\.", "lm_head.", name)
-        return [name.replace("Wqkv", f"{part}_proj") for part in "qkv"] if is_decoder and "Wqkv" in name else [name]
+    def rename(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weights, renamed = {re.sub(r"^lm_head\.", "decoder.", name): weights[name] for name in weights}, {}
+        for name, weight in weights.items():
+            if is_decoder and "q_proj" in name:
+                parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                renamed[name.replace("q_proj", "Wqkv")] = torch.cat(parts)
+            elif not is_decoder or not re.search(r"\b[kv]_proj\b", name):
+                renamed[name] = weight
+        return renamed
 
     written = transformers.ModernBertConfig(**content)
     classes: dict[Kind, Any] = {
         "Model": transformers.ModernBertModel,
         "ForMaskedLM": transformers.ModernBertForMaskedLM,
     }
-    return Format(written, classes, stored_names=stored_names, keeps_special_tokens=True)
+    return Format(written, classes, rename=rename, keeps_special_tokens=True)
 
 
 def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format:

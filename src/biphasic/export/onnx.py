@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,10 @@ from biphasic.storage import user_errors
 FOLDER = "onnx"
 GRAPH, WEIGHTS = "model.onnx", "model.onnx_data"
 """File names that sentence-transformers, Optimum and text-embeddings-inference expect in `onnx/`."""
-INT8_GRAPH, INT8_WEIGHTS = "model_int8.onnx", "model_int8.onnx.data"
 TOLERANCE = 1e-3
 """Largest allowed difference between an output value of the graph and of the packed model."""
-INT8_TOLERANCE = 1e-2
-"""Largest allowed cosine distance between an embedding of the int8 graph and that of the packed model."""
 SINGLE_FILE_BYTES = 1_900_000_000
 """Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
-_FILES = (GRAPH, WEIGHTS, INT8_GRAPH, INT8_WEIGHTS)
 _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
 """Lengths in tokens of the texts that a graph is verified with, limited to the model's maximum."""
 
@@ -82,19 +76,16 @@ def require_onnx() -> None:
     """Raise a UserError if onnx, onnxruntime or onnxscript isn't installed."""
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
+        raise UserError(f"onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
 
 
-def export_onnx(folder: Path, int8: bool = False) -> Path:
+def export_onnx(folder: Path) -> Path:
     """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
 
     The graph of a fine-tuned text classifier also has its logits; that of other heads has the encoder alone.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
     Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path.
-
-    With `int8`, `model_int8.onnx` is written beside it, with the weights of matrices and of the embedding in int8 (one scale
-    for a matrix) and activations quantized as they are computed; its embeddings are compared by cosine.
 
     Raises:
         UserError: packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling
@@ -105,12 +96,12 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if family not in ("eurobert", "modernbert"):
         raise UserError(f"{folder} holds a {family} model: only eurobert and modernbert formats can be written as ONNX")
-    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in _FILES)
+    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
     if unknown:
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
     if encoder.pooling != Pooling():
-        raise UserError(f"{folder}: its pooling was edited; --onnx writes only an export's own, the mean over tokens")
+        raise UserError(f"{folder}: its pooling was edited; ONNX has only an export's own, the mean over tokens")
     encoder.backbone.eval()
     # Random texts of different lengths, the same in every call.
     generator, ids = random.Random(0), range(encoder.tokenizer.vocab_size - 1)
@@ -119,9 +110,10 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
     head = _text_head(folder)
     expected = [_packed(encoder, head, text) for text in texts]
     padded = PaddedEncoder(encoder.backbone, head).eval()
-    differences = list[str]()
+    difference = 0.0
 
     def fill(partial: Path) -> None:
+        nonlocal difference
         _trace(padded, partial)
         difference = _difference(partial / GRAPH, texts, expected)
         # `not <=` instead of `>`, because `>` is false for NaN.
@@ -130,21 +122,11 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
                 f"{folder}: the ONNX graph's results differ from the model's by {difference:.1e}, more than {TOLERANCE:g}: "
                 "nothing is written"
             )
-        differences.append(f"{folder / FOLDER / GRAPH}: largest difference from the model {difference:.1e}")
-        if int8:
-            _quantize(padded, partial)
-            distance = _cosine_distance(partial / INT8_GRAPH, texts, expected)
-            if not distance <= INT8_TOLERANCE:
-                raise UserError(
-                    f"{folder}: a cosine distance between embeddings of the int8 graph and the model is {distance:.1e}, "
-                    f"more than {INT8_TOLERANCE:g}: nothing is written; export without --int8"
-                )
-            differences.append(f"{folder / FOLDER / INT8_GRAPH}: largest cosine distance from the model {distance:.1e}")
 
     write_atomically(folder / FOLDER, fill)
-    for line in differences:
-        print(f"{line}, over {len(texts)} texts")
-    return folder / FOLDER / GRAPH
+    graph = folder / FOLDER / GRAPH
+    print(f"{graph}: largest difference from the model {difference:.1e}, over {len(texts)} texts")
+    return graph
 
 
 def _text_head(folder: Path) -> TextHead | None:
@@ -197,35 +179,8 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
     onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if large else None)
 
 
-def _quantize(model: PaddedEncoder, folder: Path) -> None:
-    """Write the int8 graph, with weights above `SINGLE_FILE_BYTES` in a separate file."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    large, int8 = sum(weight.numel() for weight in model.parameters()) > SINGLE_FILE_BYTES, QuantType.QInt8
-    # onnxruntime logs the advice to run its own preprocessing first, which quantizes no further operator of this graph.
-    logging.disable(logging.WARNING)
-    try:
-        quantize_dynamic(folder / GRAPH, folder / INT8_GRAPH, weight_type=int8, use_external_data_format=large)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]) -> float:
-    """Return the graph's largest difference (or NaN) from the expected outputs."""
-    differences = [(one - other).abs().max() for pair in _outputs(graph, texts, expected) for one, other in pair]
-    return float(torch.stack(differences).max())
-
-
-def _cosine_distance(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]) -> float:
-    """Return the largest cosine distance (or NaN) of the graph's embeddings from the expected ones."""
-    distances = [1 - torch.cosine_similarity(*pair[1]) for pair in _outputs(graph, texts, expected)]
-    return float(torch.cat(distances).max())
-
-
-def _outputs(
-    graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, ...]]
-) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
-    """Yield (output, expected) of each kind of output, for single texts and batches padded on either side."""
+    """Return the largest difference (or NaN) from the expected outputs, for single texts and padded batches."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -233,11 +188,14 @@ def _outputs(
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     batches = [([text], [result], "right") for text, result in zip(texts, expected, strict=True)]
     batches += [(texts, expected, "right"), (texts, expected, "left")]
+    differences = []
     for batch, results, side in batches:
         tokens = pad_sequence(batch, batch_first=True, padding_side=side)
         mask = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True, padding_side=side)
         outputs = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
         hidden, *others = (torch.from_numpy(output) for output in outputs)
         expected_hidden, *of_texts = zip(*results, strict=True)
-        pairs = zip(others, map(torch.stack, of_texts), strict=True)
-        yield (hidden[mask.bool()], torch.cat(expected_hidden)), *pairs
+        differences.append((hidden[mask.bool()] - torch.cat(expected_hidden)).abs().max())
+        for output, of_text in zip(others, of_texts, strict=True):
+            differences.append((output - torch.stack(of_text)).abs().max())
+    return float(torch.stack(differences).max())

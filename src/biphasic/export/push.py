@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -34,7 +32,12 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
         UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or
             the repository's name, there is no token, or the hub can't be reached or refuses.
     """
-    require_repo(repo)
+    if repo.count("/") != 1:
+        raise UserError(f"push {repo}: expected ORGANISATION/NAME")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"push {repo}: {' '.join(str(error).split())}") from None
     card = read_card(folder)
     # upload_folder can't upload a card that differs from the folder's, so the commit is put together here.
     contents: dict[str, Path | bytes] = {**files_of(folder), CARD_FILE: _with_repo(str(card), repo, revision).encode()}
@@ -47,67 +50,10 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
         target = f"{repo} at {revision or 'main'} (created as {kind} if missing)"
         print(f"would be pushed to {target}, with this metadata:\n{card.data}")
         return
-    require_token()
-    api = HfApi(library_name="biphasic")
-    with _one_line_errors(repo):
-        api.create_repo(repo, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
-        stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
-        adds = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        commit = api.create_commit(
-            repo,
-            [*adds, *map(CommitOperationDelete, stale)],
-            commit_message=f"Export of biphasic: {folder.resolve().name}",
-            revision=revision,
-        )
-    removed = f", {len(stale)} of an earlier push removed" if stale else ""
-    print(f"{repo}{f' at {revision}' if revision else ''}: {len(contents)} files{removed}: {commit.commit_url}")
-
-
-def require_repo(repo: str) -> None:
-    """Raise a UserError if `repo` isn't a valid `organisation/name` on the hub."""
-    if repo.count("/") != 1:
-        raise UserError(f"--push {repo}: expected ORGANISATION/NAME")
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"--push {repo}: {' '.join(str(error).split())}") from None
-
-
-def require_token() -> None:
-    """Raise a UserError if there is no token for the hub."""
     if get_token() is None:
-        raise UserError("--push: no token for the hub: set HF_TOKEN, or run `hf auth login`; --dry-run needs none")
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files to upload, by name in the repository; a UserError for a link, which may point outside."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if any(fnmatch(part, pattern) for part in name.parts for pattern in _EXCLUDED):
-            continue
-        if path.is_symlink():
-            raise UserError(f"--push {path}: is a link; replace it by the file itself, or remove it")
-        if path.is_file():
-            files[name.as_posix()] = path
-    return files
-
-
-def _with_repo(card: str, repo: str, revision: str | None) -> str:
-    """Return the card with example code that loads the model from the repository."""
-    argument = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
-    pattern = r'(\.from_pretrained\(|SentenceTransformer\(|pipeline\("[^"]+", model=)"[^"]+"(?:, revision="[^"]+")?'
-    return quote_numbers(re.sub(pattern, rf"\1{argument}", card))
-
-
-@contextmanager
-def _one_line_errors(repo: str) -> Iterator[None]:
-    """Convert errors from the hub and the network to a one-line UserError."""
+        raise UserError("push: no token for the hub: set HF_TOKEN, or run `hf auth login`; --dry-run needs none")
     try:
-        yield
+        removed, url = _commit(contents, folder.resolve().name, repo, revision, private)
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = {
@@ -119,5 +65,44 @@ def _one_line_errors(repo: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:  # no network, or the hub's check of the card
         reason = str(error)
     else:
+        also = f", {removed} of an earlier push removed" if removed else ""
+        print(f"{repo}{f' at {revision}' if revision else ''}: {len(contents)} files{also}: {url}")
         return
-    raise UserError(f"--push {repo}: {' '.join(reason.split())}")
+    raise UserError(f"push {repo}: {' '.join(reason.split())}")
+
+
+def _commit(
+    contents: dict[str, Path | bytes], name: str, repo: str, revision: str | None, private: bool
+) -> tuple[int, str]:
+    """Make the commit, and return how many files it removes, and its URL."""
+    api = HfApi(library_name="biphasic")
+    api.create_repo(repo, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
+    stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+    operations += map(CommitOperationDelete, stale)
+    commit = api.create_commit(repo, operations, commit_message=f"Export of biphasic: {name}", revision=revision)
+    return len(stale), commit.commit_url
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Return the files to upload, by name in the repository; a UserError for a link, which may point outside."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(fnmatch(part, pattern) for part in name.parts for pattern in _EXCLUDED):
+            continue
+        if path.is_symlink():
+            raise UserError(f"push {path}: is a link; replace it by the file itself, or remove it")
+        if path.is_file():
+            files[name.as_posix()] = path
+    return files
+
+
+def _with_repo(card: str, repo: str, revision: str | None) -> str:
+    """Return the card with example code that loads the model from the repository."""
+    argument = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
+    pattern = r'(\.from_pretrained\(|SentenceTransformer\(|pipeline\("[^"]+", model=)"[^"]+"(?:, revision="[^"]+")?'
+    return quote_numbers(re.sub(pattern, rf"\1{argument}", card))

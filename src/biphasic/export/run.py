@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.load import load_job
@@ -15,10 +16,10 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
-from biphasic.export.write import Weights, require_free, write_folder
+from biphasic.export.write import require_free, write_folder
 from biphasic.initial_model import build_language_model
 from biphasic.model.backbone import hf_config_from_json
-from biphasic.model.checkpoint import read_record
+from biphasic.model.checkpoint import read_record, read_weights
 from biphasic.model.encoder import TextTokenizer, trained_text_tokenizer
 from biphasic.model.pooling import SentenceSettings
 
@@ -51,19 +52,14 @@ def export_checkpoint(
         text_tokenizer = trained_text_tokenizer(record)
         fmt = choose_format(hf_config_from_json(record["backbone"]), text_tokenizer.tokenizer)
         card = pretrained_card(record, name, family=fmt.family, has_code=bool(fmt.files))
-        _write(fmt, Weights.from_checkpoint(local), text_tokenizer, out, card, dtype, force, source)
+        options: dict[str, Any] = {"source": source, "origin": f"checkpoint {local}"}
+        _write(fmt, read_weights(local), text_tokenizer, out, card, dtype, force, **options)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
 
 
 def export_initial(
-    file: str,
-    out: Path,
-    *,
-    overrides: list[str] | None = None,
-    name: str | None = None,
-    dtype: Precision = "fp32",
-    force: bool = False,
+    file: str, out: Path, overrides: list[str] | None = None, *, dtype: Precision = "fp32", force: bool = False
 ) -> None:
     """Export the initial weights of a pretraining YAML, with `overrides` (`key=value`), as `export_checkpoint` does."""
     require_free(out, force)
@@ -71,23 +67,22 @@ def export_initial(
     tokenizer = load_tokenizer(config.tokenizer)
     model = build_language_model(config.model, config.longest_row, config.seed, tokenizer)
     fmt = choose_format(model.config, tokenizer)
-    card = untrained_card(config.model_dump(mode="json"), name, family=fmt.family, has_code=bool(fmt.files))
-    text_tokenizer = TextTokenizer(tokenizer, config.longest_row)
-    _write(fmt, Weights.in_memory(model.state_dict()), text_tokenizer, out, card, dtype, force)
+    card = untrained_card(config.model_dump(mode="json"), family=fmt.family, has_code=bool(fmt.files))
+    _write(fmt, model.state_dict(), TextTokenizer(tokenizer, config.longest_row), out, card, dtype, force)
 
 
 def _write(
     fmt: Format,
-    weights: Weights,
+    weights: Mapping[str, Tensor],
     text_tokenizer: TextTokenizer,
     out: Path,
     card: str,
     dtype: Precision,
     force: bool,
-    source: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if dtype == "bf16" else torch.float32, "force": force}
-    options |= {"source": source, "keep_special_tokens": bool(text_tokenizer.prefix or text_tokenizer.suffix)}
+    options |= {"dtype": torch.bfloat16 if dtype == "bf16" else torch.float32, "force": force}
+    options["keep_special_tokens"] = bool(text_tokenizer.prefix or text_tokenizer.suffix)
     settings = SentenceSettings(max_length=text_tokenizer.max_length)
     count = write_folder(fmt, "ForMaskedLM", weights, text_tokenizer.tokenizer, out, card, settings, **options)
     print(f"{out}: {count:,} parameters in {dtype}, {fmt.config.model_type} format")

@@ -14,7 +14,7 @@ from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.tables import Table, open_table
-from biphasic.errors import UserError, first_line
+from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
 from biphasic.finetuning.trial import FAMILIES
@@ -40,34 +40,46 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
     }
 
 
-def read_task(folder: str) -> dict[str, Any] | None:
-    """Return the content of a folder's `TASK_FILE`, or None without one; a UserError if it can't be read."""
+def read_task(folder: str) -> dict[str, Any]:
+    """Return the content of a folder's `TASK_FILE`; a UserError if it can't be read or is of retrieval."""
     file = Path(folder) / TASK_FILE
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: can't be read ({first_line(error)})") from None
+    with user_errors(f"{file}: can't be read, so {folder} is no fine-tuned model", ValueError):
+        record = json.loads(file.read_text(encoding="utf-8"))
+    if record["task"]["kind"] == "retrieval":
+        advice = f'SentenceTransformer("{folder}").encode(texts) embeds with it'
+        raise UserError(f"{folder}: is a model for retrieval, which has no predictions: {advice}")
+    return record
 
 
-def open_texts(file: str, kind: str) -> Table:
-    """Open a file of new text for a kind of task. Formats and errors are those of `open_table`."""
-    return open_table(DatasetConfig(files={"texts": [file]}), "texts", FAMILIES[kind].inputs)
+def predict_file(folder: str, file: str, trust_remote_code: bool) -> Iterator[Columns]:
+    """Yield a fine-tuned model's predictions for groups of a file's rows, as `predict`, and print what is cut.
+
+    Formats and errors are those of `open_table`, `load_finetuned` and `predict`.
+    """
+    record = read_task(folder)
+    kind = record["task"]["kind"]
+    table = open_table(DatasetConfig(files={"texts": [file]}), "texts", FAMILIES[kind].inputs)
+    print(f"{len(table):,} rows of {file} ({kind})", flush=True)
+    model, task = load_finetuned(folder, record, trust_remote_code)
+    for ids, columns in _portions(table):
+        predictions, cut = predict(model, task, ids, columns)
+        if description := cut.describe():
+            print(description, flush=True)
+        yield predictions
 
 
-def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
+def _portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
     """Yield the ids and columns of up to 100,000 rows at a time. A row without `id` or `_id` has its number as its id.
 
     Raises a UserError if a value is missing or of another type than the task reads.
     """
     for first in range(0, len(table), _ROWS_AT_ONCE):
         columns = table.rows[first : first + _ROWS_AT_ONCE]
-        for name in sorted({*table.columns, "text_pair", "title"} & columns.keys()):
+        for name in sorted({*table.columns, "text_pair"} & columns.keys()):
             for row, value in enumerate(columns[name], first):
-                if value is None and name != "title":
+                if value is None:
                     raise UserError(f"{table.source}: row {row} has no {name}")
-                words = value if isinstance(value, list) and name == "tokens" else [value or ""]
+                words = value if isinstance(value, list) and name == "tokens" else [value]
                 if (name == "tokens") != isinstance(value, list) or not all(isinstance(word, str) for word in words):
                     expected = "a list of words" if name == "tokens" else "text"
                     raise UserError(f"{table.source}: row {row}: {name} is not {expected}: {value!r:.60}")
