@@ -55,8 +55,7 @@ class Shape:
             f"{self.count} negatives of the {self.depth} best; a model in EuroBERT's format, {self.layers} layers of width "
             f"{self.width}, fp32, {self.threads} threads; the median of {self.rounds} rounds, in turn. `whole` embeds, "
             "searches, reads and writes, with a loaded model; `search` reads the embeddings from the library's cache. "
-            "Biphasic searches in fp64, and also compares the documents that it finds with the positives (near duplicates, "
-            "which are kept here)."
+            "Biphasic searches in fp64."
         )
 
 
@@ -105,7 +104,6 @@ def sides(
                 str(work / cache),
                 shape.count,
                 shape.depth,
-                near_duplicate=1.0,
             )
         columns = pq.read_table(work / out / "train.parquet").to_pydict()
         return {query: set(texts) for query, texts in zip(columns["query"], columns["negatives"], strict=True)}

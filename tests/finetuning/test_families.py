@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import FAMILIES, estimate_cost, run_trial, scored_sets, train_and_score, trial_name
@@ -145,22 +146,22 @@ def test_memory_in_bf16_has_the_residual_stream_in_fp32(toy: Path, tmp_path: Pat
         for precision in ("fp32", "amp_bf16")
     }
     full, half = sizes["fp32"], sizes["amp_bf16"]
-    assert full.bytes is not None and half.bytes is not None and full.forward_tokens == half.forward_tokens
+    assert full.bytes is not None and half.bytes is not None
     body = 2 * (4 * 32 * 24 + 3 * 32 * 48 + 64) + 32
-    values = full.forward_tokens * 2 * (5 * 32 + 8 * (2 * 4 + 2 * 2) + 4 * 48)
-    residual = 2 * 32 * full.forward_tokens
+    rows, characters = TaskFolder(str(toy / "tasks" / "sst2"), "", None).size("train")
+    tokens = round(32 * characters / 4 / rows)
+    values = tokens * 2 * (5 * 32 + 8 * (2 * 4 + 2 * 2) + 4 * 48)
+    residual = 2 * 32 * tokens
     assert full.bytes - half.bytes == 2 * values - 16 * residual - 2 * body
 
 
 def test_memory_is_estimated_with_a_microbatch(toy: Path, tmp_path: Path) -> None:
     for name in ("sst2", "msmarco"):
         whole, small = (
-            estimate_cost(
-                config_of(name, toy / "tasks", toy / "start", tmp_path, microbatch_tokens=tokens)
-            ).forward_tokens
+            estimate_cost(config_of(name, toy / "tasks", toy / "start", tmp_path, microbatch_tokens=tokens)).bytes
             for tokens in (1 << 20, 8)
         )
-        assert whole > 8 and small == 8, name
+        assert whole is not None and small is not None and whole > small, name
 
 
 def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.mteb_mirror import PROMPTS, write_model
 from helpers.toy_sets import config_of, retrieval_pairs
 
-LIMITS: dict[str, Any] = {"count": 4, "depth": 12, "below": 0.9, "near_duplicate": 0.9}
+LIMITS: dict[str, Any] = {"count": 4, "depth": 12, "below": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,9 @@ def reference(folder: Path) -> list[dict[str, Any]]:
         positives = [documents.index(row["positive"]) for row in pairs if row["query"] == query]
         least = min(scores[at] - abs(scores[at]) * (1 - LIMITS["below"]) for at in positives)
         considered = [at for at in np.argsort(-scores, kind="stable") if scores[at] <= least][: LIMITS["depth"]]
-        near = (embeddings @ embeddings[positives].T).max(1) > LIMITS["near_duplicate"]
         of_query = [documents[at] for at in positives]
         same = {at for at in considered for text in of_query if overlaps(documents[at], text)}
-        allowed = [at for at in considered if at not in {*positives, *same} and not near[at]]
+        allowed = [at for at in considered if at not in {*positives, *same}]
         chosen = allowed[: LIMITS["count"]]
         for at in positives:
             negatives = [documents[document] for document in chosen]
@@ -158,7 +157,7 @@ def test_no_query_gets_a_relevant_document(
         relevant[row["q"].replace("  ", " ")].add(row["p"])
 
     def own(name: str) -> dict[str, set[str]]:
-        limits = {"count": 300, "depth": 300, "below": 1.0, "near_duplicate": 1.0}
+        limits = {"count": 300, "depth": 300, "below": 1.0}
         mine(str(folder / "encoder"), str(tmp_path / "out/it"), str(tmp_path / name), str(tmp_path / "cache"), **limits)
         result: dict[str, set[str]] = {}
         for row in rows_of(tmp_path / name, "train"):
@@ -177,26 +176,20 @@ def test_no_query_gets_a_relevant_document(
     assert len(own("unchecked")) > 20
 
 
-def test_each_limit_leaves_out_documents(folder: Path) -> None:
-    def negatives(**changes: Any) -> dict[str, set[str]]:
-        limits = {**LIMITS, "count": 300, "depth": 300, **changes}
-        out = mined(folder, "-".join(map(str, ["limits", *itertools.chain(*changes.items())])), limits, "limits")
+def test_the_limit_leaves_out_documents(folder: Path) -> None:
+    def negatives(below: float) -> dict[str, set[str]]:
+        out = mined(folder, f"below-{below}", {"count": 300, "depth": 300, "below": below}, "limits")
         record = json.loads((out / "task.json").read_text())["mined"]
         assert record["negatives"] == sum(len(row["negatives"]) for row in rows_of(out, "train"))
         return {row["query"]: set(row["negatives"]) for row in rows_of(out, "train")}
 
     pairs = rows_of(folder / "out/it", "train")
     positives = {row["query"]: {one["positive"] for one in pairs if one["query"] == row["query"]} for row in pairs}
-    strict, near, above = negatives(), negatives(near_duplicate=1.0), negatives(below=1.0)
-    everything = negatives(near_duplicate=1.0, below=1.0)
+    strict, everything = negatives(0.9), negatives(1.0)
     assert sum(len(texts) > 1 for texts in positives.values()) == 2
     for query, texts in everything.items():
-        assert (
-            strict.get(query, set()) <= near.get(query, set()) & above.get(query, set())
-            and not texts & positives[query]
-        )
-    sizes = [sum(map(len, one.values())) for one in (strict, near, above, everything)]
-    assert sizes[0] < min(sizes[1:3]) and max(sizes[1:3]) < sizes[3]
+        assert strict.get(query, set()) <= texts and not texts & positives[query]
+    assert sum(map(len, strict.values())) < sum(map(len, everything.values()))
 
 
 def test_bytes_depend_neither_on_blocks_nor_on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +209,7 @@ def test_bytes_depend_neither_on_blocks_nor_on_ranks(folder: Path, monkeypatch: 
         "--count=4",
         "--depth=12",
     ]
-    arguments += ["--below=0.9", "--near-duplicate=0.9", f"--cache={folder / 'ranks-c'}"]
+    arguments += ["--below=0.9", f"--cache={folder / 'ranks-c'}"]
     code = "from biphasic.evaluation import blocks\nblocks.SMALL_BLOCK = 16"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = warm.run(
@@ -290,7 +283,7 @@ def test_fine_tuning_reads_the_mined_set(folder: Path) -> None:
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["mine", str(folder / "encoder"), str(folder / "out/it"), str(folder / "printed"), "--count=4"]
-    arguments += ["--near-duplicate=0.9", "--below=0.9", f"--cache={folder / 'one-c'}"]
+    arguments += ["--below=0.9", f"--cache={folder / 'one-c'}"]
     assert main([*arguments, "--depth=12"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "mining for 40 queries among " in "\n".join(lines)
@@ -317,7 +310,7 @@ def test_bad_input_is_refused(folder: Path, toy: Path, capsys: pytest.CaptureFix
     refused(r"pairless: has no train \(it has: corpus, qrels/test, queries\)", str(pairless))
     refused("nowhere/model: can't be loaded", model=str(folder / "nowhere/model"))
     refused(r"--depth: expected at least --count \(7\); got 3", depth=3)
-    for name in ("--near-duplicate=2", "--below=x"):
+    for name in ("--below=2", "--below=x"):
         assert main(["mine", model, source, str(folder / "bad"), name]) == 2
         assert "expected a number above 0, at most 1; got " in capsys.readouterr().err
     refused("is TASK_FOLDER, which is kept", out="out/it")

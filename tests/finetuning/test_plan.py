@@ -30,10 +30,8 @@ def test_everything_is_there(toy: Path, tmp_path: Path) -> None:
     job_plan = plan_finetuning(config_of(*keys), 1)
     assert not job_plan.missing and not job_plan.problems
     lines = job_plan.lines
-    assert lines["length"].startswith(f"{2 * (SIZES['train'] // 32)} batches of 32; ")
+    assert lines["length"] == "2ep, of 32 examples; 0.1dur warmup"
     assert f"train {SIZES['train']}" in lines["data"] and "test 80" in lines["data"]
-    assert "parameters" in lines["model"] and "GB a rank" in lines["memory"]
-    assert float(lines["FLOPs"].split(",")[0]) > 1e9
     assert lines["writes"].startswith(f"{tmp_path}/sst2: record.json")
     assert json.loads(job_plan.to_json())["lines"] == lines
     assert not list(tmp_path.iterdir())

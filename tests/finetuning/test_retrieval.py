@@ -117,13 +117,12 @@ def two_ranks_folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_losses_on_two_ranks_equal_one(toy: Path, two_ranks_folder: Path) -> None:
-    """Also the gradient of 4,096 pairs, in parts on two ranks and at once on one, with a learned temperature."""
+    """Also the gradient of 4,096 pairs, in parts on two ranks and at once on one."""
     alone = two_ranks.measure(short_config("msmarco", toy, two_ranks_folder), 1 << 20, 0, 1)
     means = torch.load(two_ranks_folder / "mean.pt")
     for name, expected in alone.items():
         assert means[name][0] == pytest.approx(float(expected[0]), rel=1e-6), name
         assert relative_difference(means[name][1:], expected[1:]) < 1e-6, name
-    assert not torch.allclose(alone["info_nce"], alone["symmetric"])
 
 
 def relative_difference(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Losses of retrieval: equal to sentence-transformers', in parts equal to the whole batch, truncated, and learned."""
+"""Losses of retrieval: equal to sentence-transformers', in parts equal to the whole batch, and truncated."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.finetune import LEARNED_TEMPERATURES, FinetuneConfig, ScoredSetConfig
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import _model
 from biphasic.evaluation.search import rank_documents, retrieval_scores
-from biphasic.finetuning.batches import GlobalBatches
 from biphasic.finetuning.plan import plan_finetuning
 from biphasic.finetuning.retrieval import Retrieval, hash_text
-from biphasic.finetuning.retrieval_losses import LOSSES, LearnedTemperature
+from biphasic.finetuning.retrieval_losses import info_nce, kl_divergence
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trainer import _build_trainer
-from biphasic.finetuning.trial import scored_sets, trial_name
+from biphasic.finetuning.trial import scored_sets
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.segments import Segments
 from helpers.toy_sets import config_of
 from helpers.two_ranks import batch_gradient, random_pairs
 
 PAIRS, NEGATIVES, WIDTH, TEMPERATURE = 6, 3, 16, 0.05
+LOSSES = ("info_nce", "kl")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +69,13 @@ def embeddings() -> tuple[Tensor, Tensor, Tensor]:
     return queries, documents, 5 * torch.randn(PAIRS, 1 + NEGATIVES, generator=generator)
 
 
-def ours(name: str, dimension: int | None = None) -> Tensor:
+def ours(name: str) -> Tensor:
     queries, documents, scores = (part.clone() for part in embeddings())
     # Each query's negatives stand together.
     flat = torch.cat([documents[0], documents[1:].transpose(0, 1).reshape(-1, WIDTH)])
-    compared = {"ids": torch.arange(len(flat)), "scores": scores}
-    loss, part = LOSSES[name]
-    return loss(queries[:, :dimension], flat[:, :dimension], compared[part], TEMPERATURE)
+    if name == "kl":
+        return kl_divergence(queries, flat, scores, TEMPERATURE)
+    return info_nce(queries, flat, torch.arange(len(flat)), TEMPERATURE)
 
 
 def scaled(first: Tensor, second: Tensor) -> Tensor:
@@ -95,10 +94,6 @@ def theirs(name: str) -> Any:
     model: Any = Width()
     return {
         "info_nce": lambda: losses.MultipleNegativesRankingLoss(model, 1 / TEMPERATURE, cos_sim),
-        "symmetric_info_nce": lambda: losses.MultipleNegativesRankingLoss(
-            model, 1 / TEMPERATURE, cos_sim, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"
-        ),
-        "margin_mse": lambda: losses.MarginMSELoss(model, scaled),
         "kl": lambda: losses.DistillKLDivLoss(model, scaled),
     }[name]()
 
@@ -116,10 +111,9 @@ def test_similarities_are_in_fp32_also_under_autocast() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randn(count, WIDTH, generator=generator) for count in (PAIRS, 2 * PAIRS))
     ids = torch.arange(2 * PAIRS)
-    for name in ("info_nce", "symmetric_info_nce"):
-        expected = LOSSES[name][0](queries, documents, ids, TEMPERATURE)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(LOSSES[name][0](queries, documents, ids, TEMPERATURE), expected)
+    expected = info_nce(queries, documents, ids, TEMPERATURE)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(info_nce(queries, documents, ids, TEMPERATURE), expected)
 
 
 def test_dimensions_equal_sentence_transformers(retrieval: FinetuneConfig) -> None:
@@ -145,11 +139,10 @@ def relative_difference(value: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_in_parts_is_that_of_the_whole_batch(name: str, retrieval: FinetuneConfig) -> None:
-    config = with_task(retrieval, loss=name, dimensions=[32, 8], temperature_lr=1e-2)
+    config = with_task(retrieval, loss=name, dimensions=[32, 8])
     whole, parts = (batch_gradient(config, load_encoder(config.model.path), size)[0] for size in (1 << 20, 24))
     assert whole[0] == pytest.approx(float(parts[0]), rel=1e-6)
     assert relative_difference(parts[1:], whole[1:]) < 1e-6
-    assert whole[-1] != 0  # the temperature's
 
 
 class DroppingEncoder(Encoder):
@@ -204,12 +197,12 @@ def test_collated_scores_are_those_of_the_chosen_documents(retrieval: FinetuneCo
 
 def test_a_loss_that_needs_scores_stops_without_them(toy: Path, retrieval: FinetuneConfig) -> None:
     data = str(toy / "tasks" / "msmarco")
-    config = with_task(retrieval, loss="margin_mse", data=data)
-    message = f"task.loss: margin_mse needs a teacher's scores, and {data} has none: "
+    config = with_task(retrieval, loss="kl", data=data)
+    message = f"task.loss: kl needs a teacher's scores, and {data} has none: "
     assert [problem[: len(message)] for problem in plan_finetuning(config, 1).problems] == [message]
     with pytest.raises(UserError, match="needs a teacher's scores"):
         run(config)
-    assert not plan_finetuning(with_task(retrieval, loss="margin_mse"), 1).problems
+    assert not plan_finetuning(with_task(retrieval, loss="kl"), 1).problems
 
 
 def test_dimensions_beyond_the_width(retrieval: FinetuneConfig) -> None:
@@ -220,67 +213,28 @@ def test_dimensions_beyond_the_width(retrieval: FinetuneConfig) -> None:
         run(config)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_temperature_has_its_own_rate_and_no_decay(name: str, retrieval: FinetuneConfig) -> None:
-    config = with_task(retrieval, temperature_lr=0.02)
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": name})})
-    encoder = load_encoder(config.model.path)
-    _, model = batch_gradient(config, encoder, 1 << 20)
-    trainer = _build_trainer(config, model, GlobalBatches(model.task, random_pairs(64), config, 10))
-    groups = trainer.state.optimizers[0].param_groups
-    head = groups[-1]
-    assert [each.shape for each in head["params"]] == [torch.Size([])]
-    assert head["weight_decay"] == 0 and all(group["weight_decay"] > 0 for group in groups[:-1])
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    trainer.fit()
-    trainer.close()
-    assert head["lr"] == pytest.approx(groups[0]["lr"] * 0.02 / config.optimizer.lr) and head["lr"] > 0
-    # Adam's first updates are about as large as the rate.
-    assert 0.01 < abs(float(model.head.log_ratio)) < 0.2  # pyright: ignore
-
-
-def test_the_temperature_stays_within_its_limits() -> None:
-    temperature = LearnedTemperature(0.05)
-    assert float(temperature()) == pytest.approx(0.05)
-    for moved, limit in zip((-9.0, 9.0), LEARNED_TEMPERATURES, strict=True):
-        with torch.no_grad():
-            temperature.log_ratio.fill_(moved)
-        value = temperature()
-        assert float(value.detach()) == pytest.approx(limit)
-        value.backward()  # it can move back
-        assert temperature.log_ratio.grad
-        temperature.log_ratio.grad = None
-
-
-def test_dimensions_prompts_and_temperature_of_a_run(toy: Path, retrieval: FinetuneConfig) -> None:
+def test_dimensions_and_prompts_of_a_run(toy: Path, retrieval: FinetuneConfig) -> None:
     """Tables, record, and the export in sentence-transformers."""
     data, prompt = str(toy / "tasks" / "msmarco"), "w3 w4 "
-    sets = {"plain": ScoredSetConfig(data=data), "own": ScoredSetConfig(data=data, query_prompt=prompt)}
-    config = with_task(retrieval, dimensions=[32, 8], temperature_lr=0.05, scored_on=sets)
+    config = with_task(retrieval, dimensions=[32, 8], query_prompt=prompt, scored_on={"own": data})
     config = config.model_copy(update={"save_model": True})
     folder = run(config)
     record = json.loads((folder / "record.json").read_text())
     results = {result["name"]: result for result in record["results"]}
-    assert list(results) == ["plain", "plain d8", "own", "own d8"]
+    assert list(results) == ["own", "own d8"]
     assert [(each["task"], each["name"], each["metric"]) for each in results.values()] == list(scored_sets(config))
-    assert len({result["test"] for result in results.values()}) == 4
-    assert "predictions/plain-d8-test.run.gz" in record["predictions"]
-    low, high = LEARNED_TEMPERATURES
-    assert low <= record["about"]["temperature"] <= high and record["about"]["temperature"] != 0.05
-    # Another prompt is another trial.
-    changed = {**sets, "own": ScoredSetConfig(data=data, query_prompt="w5 ")}
-    assert trial_name(with_task(config, scored_on=changed)) != trial_name(config) == record["trial"]
-
+    assert len({result["test"] for result in results.values()}) == 2
+    assert "predictions/own-d8-test.run.gz" in record["predictions"]
     path = str(folder / "model")
     settings = json.loads((folder / "model" / "config_sentence_transformers.json").read_text())
-    assert settings["prompts"] == {"query": "w0 ", "document": "", "own-query": prompt}
+    assert settings["prompts"] == {"query": prompt, "document": ""}
     card = (folder / "model" / "README.md").read_text()
-    assert "32, 8 dimensions" in card and "truncate_dim=8" in card and "`own-query`" in card
+    assert "32, 8 dimensions" in card and "truncate_dim=8" in card
     texts = ["w5 w6 w7", "w30", "w41 w42 w43 w44"]
     truncated = SentenceTransformer(path, device="cpu", truncate_dim=8)
     embedder = EncoderEmbedder(load_encoder(path), "biphasic/fine", "1", dimension=8)
     assert embedder.width == 8 and embedder.settings["dimension"] == 8
-    for name in ("own-query", "query"):
+    for name in ("query", "document"):
         encoded = truncated.encode(texts, prompt_name=name)
         assert encoded.shape == (3, 8)
         prompted = [settings["prompts"][name] + text for text in texts]
@@ -297,7 +251,7 @@ def test_dimensions_prompts_and_temperature_of_a_run(toy: Path, retrieval: Finet
         evaluated(dimension=33)
     # The trial's ranking is that of the exported model's truncated embeddings.
     tables = {name: pq.read_table(Path(data) / f"{name}.parquet").to_pydict() for name in ("queries", "corpus")}
-    queries = truncated.encode(tables["queries"]["text"], prompt_name="own-query", normalize_embeddings=True)
+    queries = truncated.encode(tables["queries"]["text"], prompt_name="query", normalize_embeddings=True)
     documents = truncated.encode(tables["corpus"]["text"], prompt_name="document", normalize_embeddings=True)
     judged = pq.read_table(Path(data) / "qrels" / "test.parquet").to_pydict()
     qrels = {query: {document: 1} for query, document in zip(judged["query-id"], judged["corpus-id"], strict=True)}

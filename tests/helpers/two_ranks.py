@@ -19,7 +19,7 @@ from biphasic.config.load import load
 from biphasic.downstream.array_cache import Ragged
 from biphasic.finetuning.batches import GlobalBatches
 from biphasic.finetuning.retrieval import Retrieval
-from biphasic.finetuning.retrieval_losses import info_nce, symmetric_info_nce
+from biphasic.finetuning.retrieval_losses import info_nce
 from biphasic.finetuning.run import run
 from biphasic.finetuning.task import Examples
 from biphasic.finetuning.trainer import FinetuneModel
@@ -28,7 +28,7 @@ from biphasic.model.encoder import Encoder, load_encoder
 PAIRS = 4096
 
 
-def loss_and_gradient(rank: int, ranks: int, loss_function: Any = info_nce) -> Tensor:
+def loss_and_gradient(rank: int, ranks: int) -> Tensor:
     """Return [1 + 16 * 16]."""
     generator = torch.Generator().manual_seed(0)
     queries, documents, negatives = (torch.randn(8, 16, generator=generator) for _ in range(3))
@@ -39,7 +39,7 @@ def loss_and_gradient(rank: int, ranks: int, loss_function: Any = info_nce) -> T
     share = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     local_documents = torch.cat([documents[share], negatives[share]])
     local_ids = torch.cat([ids[share], negative_ids[share]])
-    loss = loss_function(queries[share] @ weight, local_documents @ weight, local_ids, 0.05)
+    loss = info_nce(queries[share] @ weight, local_documents @ weight, local_ids, 0.05)
     loss.backward()
     assert weight.grad is not None
     return torch.cat([loss.detach()[None], weight.grad.flatten()])
@@ -81,11 +81,10 @@ def large_batch(config: FinetuneConfig, **task: Any) -> FinetuneConfig:
 
 
 def measure(config: FinetuneConfig, tokens_per_pass: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return loss and gradient of InfoNCE, of its symmetric form, and of a large batch with a learned temperature."""
-    large = large_batch(config, temperature_lr=1e-2)
+    """Return loss and gradient of InfoNCE and of a large batch."""
+    large = large_batch(config)
     return {
         "info_nce": loss_and_gradient(rank, ranks),
-        "symmetric": loss_and_gradient(rank, ranks, symmetric_info_nce),
         "large": batch_gradient(large, load_encoder(config.model.path), tokens_per_pass, rank, ranks)[0],
     }
 

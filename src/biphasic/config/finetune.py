@@ -12,7 +12,6 @@ from biphasic.config.base import (
     KeyProblems,
     LocalPath,
     Name,
-    PathSection,
     Positive,
     RunConfig,
     Section,
@@ -103,9 +102,6 @@ class MultiLabelConfig(_ScoredConfig):
     kind: Literal["multi_label"]
     text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
-    pos_weight: Annotated[float, Field(gt=0)] | Literal["balanced"] | None = None
-    """Weight of a label's positive texts in the loss, as in PyTorch's `BCEWithLogitsLoss`. `balanced`: of each label, the
-    number of its negative texts in train over that of its positive ones. Null: 1."""
     metrics: Annotated[list[Literal["micro_f1", "macro_f1", "average_precision"]], Field(min_length=1), distinct] = [
         "micro_f1",
         "macro_f1",
@@ -171,21 +167,6 @@ class AnswerTokensConfig(_ScoredConfig):
         return "question_answering"
 
 
-LEARNED_TEMPERATURES = (0.01, 1.0)
-"""The lowest and the highest temperature that is learned, as in CLIP."""
-
-
-class ScoredSetConfig(PathSection):
-    """A retrieval dataset to score on. A path alone stands for a section with this `data`."""
-
-    data: Address
-    """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
-    query_prompt: str | None = None
-    """Text before each query. Default: the task's."""
-    document_prompt: str | None = None
-    """Text before each document. Default: the task's."""
-
-
 class RetrievalConfig(_TaskConfig):
     """Train on pairs of a query and its relevant document: mean pooling, by default InfoNCE over the batch's documents.
 
@@ -197,15 +178,11 @@ class RetrievalConfig(_TaskConfig):
     """Text before each query."""
     document_prompt: str = "Document: "
     """Text before each document."""
-    loss: Literal["info_nce", "symmetric_info_nce", "margin_mse", "kl"] = "info_nce"
-    """`info_nce`: queries find their documents among those of the batch. `symmetric_info_nce`: the mean of it and of
-    documents that find their queries. `margin_mse`, `kl`: the query's document and its hard negatives get the margins, or
-    the distribution, of a teacher's scores, from the column `scores`."""
+    loss: Literal["info_nce", "kl"] = "info_nce"
+    """`info_nce`: queries find their documents among those of the batch. `kl`: the query's document and its hard
+    negatives get the distribution of a teacher's scores, from the column `scores`."""
     temperature: Annotated[float, Field(gt=0)] = 0.05
     """Cosine similarities are divided by it, in every loss."""
-    temperature_lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of the temperature's logarithm, with the warmup and decay of `optimizer.lr` and without weight decay;
-    the temperature stays from 0.01 to 1. Null: it is fixed."""
     dimensions: Annotated[list[Positive], Field(min_length=1)] | None = None
     """Matryoshka: the loss is the sum of those of embeddings truncated to each of these dimensions, the largest first, and
     each is scored. Null: only the model's width."""
@@ -214,7 +191,7 @@ class RetrievalConfig(_TaskConfig):
     mask_positives: bool = False
     """Whether a query's other relevant documents, which the training pairs name, are no negatives for it. False: only equal
     documents are not, because the paper's library (sentence-transformers 3.4.1) masks none."""
-    scored_on: dict[Name, ScoredSetConfig] | None = None
+    scored_on: dict[Name, Address] | None = None
     """Retrieval datasets to score on, by their names in tables, with `validation` and `test` qrels, in memory.
     Default: the task's own set; `{}`: none."""
     end_of_text: bool = False
@@ -227,40 +204,21 @@ class RetrievalConfig(_TaskConfig):
     def retrieval_sets(self) -> dict[str, str]:
         """Retrieval datasets to score on: `scored_on`, or the task's own set."""
         sets = self.scored_on
-        return {self.name: self.data} if sets is None else {name: scored.data for name, scored in sets.items()}
+        return {self.name: self.data} if sets is None else dict(sets)
 
     def scored_as(self, name: str) -> dict[str, int | None]:
         """Return a set's names in tables with the dimension of the embeddings: `nq`, `nq d256`. None is the width."""
         first, *others = self.dimensions or [None]
         return {name: first, **{f"{name} d{dimension}": dimension for dimension in others}}
 
-    def prompts_of(self, name: str) -> dict[str, str]:
-        """Return the prompts of a set to score on, by role: its own, or else the task's."""
-        own = {f"{name}-{role}": role for role in ("query", "document")}
-        return {role: self.prompts.get(key, self.prompts[role]) for key, role in own.items()}
-
-    @property
-    def prompts(self) -> dict[str, str]:
-        """The prompts that the model's files keep: `query`, `document`, and for sets with their own, `nq-query`."""
-        prompts = {"query": self.query_prompt, "document": self.document_prompt}
-        for name, scored in (self.scored_on or {}).items():
-            own = {"query": scored.query_prompt, "document": scored.document_prompt}
-            prompts |= {f"{name}-{role}": text for role, text in own.items() if text is not None}
-        return prompts
-
     def problems(self) -> KeyProblems:
         """Check combinations of values."""
-        if self.loss in ("margin_mse", "kl") and not self.hard_negatives:
-            message = f"expected at least 1: {self.loss} compares a query's document with its hard negatives"
+        if self.loss == "kl" and not self.hard_negatives:
+            message = "expected at least 1: kl compares a query's document with its hard negatives"
             yield ["task.hard_negatives", "task.loss"], message
-        if self.loss in ("margin_mse", "kl") and self.mask_positives:
-            message = f"has no effect with {self.loss}, which compares a query's own documents"
+        if self.loss == "kl" and self.mask_positives:
+            message = "has no effect with kl, which compares a query's own documents"
             yield ["task.mask_positives", "task.loss"], message
-        lowest, highest = LEARNED_TEMPERATURES
-        if self.temperature_lr is not None and self.loss == "margin_mse":
-            yield ["task.temperature_lr", "task.loss"], "margin_mse has a fixed temperature, which scales its margins"
-        elif self.temperature_lr is not None and not lowest <= self.temperature <= highest:
-            yield ["task.temperature", "task.temperature_lr"], f"expected {lowest:g} to {highest:g} where it is learned"
         if self.dimensions and self.dimensions != sorted(set(self.dimensions), reverse=True):
             yield ["task.dimensions"], "expected strictly decreasing numbers, such as [768, 256, 64]"
 

@@ -105,9 +105,8 @@ def finetuned_card(
     values: dict[str, Any] = {"has_head_class": has_head_class, "has_own_code": has_own_code}
     values["marks_continuations"] = marks_continuations
     if task.kind == "retrieval":
-        roles = {role: f"before a {role}" for role in ("query", "document")}
-        shown = {name: f"`{json.dumps(text)}` {roles.get(name, f'as `{name}`')}" for name, text in task.prompts.items()}
-        values["prompts"] = [text for name, text in shown.items() if task.prompts[name]]
+        roles = {"query": task.query_prompt, "document": task.document_prompt}
+        values["prompts"] = [f"`{json.dumps(text)}` before a {role}" for role, text in roles.items() if text]
         values["dimensions"] = task.dimensions
     if task.kind in ("classification", "multi_label", "regression"):
         texts = {"text": '"A man plays the guitar."', "text_pair": '"Somebody makes music."'}

@@ -29,7 +29,6 @@ class GlobalBatches(IterableDataset[TaskBatch]):
 
     @property
     def per_rank(self) -> int:
-        """Number of examples per rank in a batch."""
         return self.config.batch_size // self.ranks
 
     def __len__(self) -> int:

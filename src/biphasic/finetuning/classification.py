@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections import Counter
@@ -149,23 +148,11 @@ class MultiLabel(Classification):
         """Return 1 for each label of a text and 0 for the others."""
         return multi_hot(columns["labels"], len(self.data.label_names)).tolist()
 
-    @functools.cached_property
-    def pos_weight(self) -> Tensor | None:
-        """The weight of each label's positive texts in the loss, fp32 [labels], or None: all weigh 1."""
-        weight = self.config.pos_weight
-        if weight != "balanced":
-            return None if weight is None else torch.full((len(self.data.label_names),), float(weight))
-        labels = self.examples("train")["labels"]
-        positives = torch.from_numpy(np.array(labels.flat)).view(len(labels), -1).sum(0)
-        return torch.where(positives > 0, (len(labels) - positives) / positives.clamp(min=1), 1.0)
-
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the sum over texts of the mean binary cross-entropy over labels, as in transformers."""
         logits = head(mean_pool(hidden, segments)).float()
-        weight = None if self.pos_weight is None else self.pos_weight.to(logits.device)
         targets = batch["labels"].view_as(logits)
-        losses = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction="none")
-        return losses.mean(1).sum()
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]

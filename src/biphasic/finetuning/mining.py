@@ -91,7 +91,7 @@ def _words(text: str) -> str:
 
 def mine(
     model: str, task_folder: str, out: str, cache: str,
-    count: int = 7, depth: int = 100, below: float = 0.95, near_duplicate: float = 0.95,
+    count: int = 7, depth: int = 100, below: float = 0.95,
 ) -> dict[str, Any]:  # fmt: skip
     """Write a copy of a retrieval set whose training pairs have mined negatives, and return its record.
 
@@ -102,7 +102,7 @@ def mine(
     Raises:
         UserError: the set or the model can't be used, no pair gets a negative, or `out` holds something else.
     """
-    limits = {"count": count, "depth": depth, "below": below, "near_duplicate": near_duplicate}
+    limits = {"count": count, "depth": depth, "below": below}
     if depth < count:
         raise UserError(f"--depth: expected at least --count ({count}); got {depth}")
     if not is_remote(out) and Path(out).resolve() == Path(task_folder).resolve():
@@ -136,8 +136,8 @@ def _load(path: str, cache: Path) -> EncoderEmbedder:
 
 def _mine(
     embedder: EncoderEmbedder, pool: _Pool, settings: dict[str, Any], cache: Path
-) -> tuple[list[float], list[list[int]], list[list[float]], int]:
-    """Return the pairs' scores, the numbers and the scores of each query's negatives, and how many were left out."""
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Return the pairs' scores, and the numbers and the scores of each query's negatives."""
     prompts, device = embedder.sentence_settings.prompts, embedder.device
 
     def blocks(role: str, texts: list[str]) -> Iterator[tuple[int, np.ndarray]]:
@@ -166,26 +166,13 @@ def _mine(
         nearest.merge(lambda best: [part.to(best.device) for part in dist.all_gather_object(best.cpu())])
     scores, positions = (part.cpu().numpy() for part in nearest.result())
 
-    # The documents of each pair, in the order of their positions, since the blocks are read once more.
-    candidates = positions[pool.query_of].reshape(-1)
-    order = np.argsort(candidates, kind="stable")
-    ordered, depth = candidates[order], positions.shape[1]
-    left_out, positives = np.zeros(positions.shape, bool), F.normalize(positives, dim=1)
-    for first, rows in documents():
-        chosen = order[np.searchsorted(ordered, first) : np.searchsorted(ordered, first + len(rows))]
-        pairs, found = chosen // depth, candidates[chosen]
-        embeddings = F.normalize(torch.from_numpy(np.array(rows)).to(device), dim=1)
-        cosines = _similarities(embeddings, positives, found - first, pool.positive_of[pairs]).cpu().numpy()
-        similar = (cosines > settings["near_duplicate"]) | (found == pool.positive_of[pairs])
-        left_out[pool.query_of[pairs[similar]], chosen[similar] % depth] = True
-    left_out = np.logical_or.reduce(dist.all_gather_object(left_out))
     negatives, negative_scores = list[list[int]](), list[list[float]]()
-    for query, allowed in enumerate((positions >= 0) & ~left_out):
-        places = (at for at in np.flatnonzero(allowed) if not pool.is_relevant(query, int(positions[query, at])))
+    for query, found in enumerate(positions.tolist()):
+        places = (at for at, document in enumerate(found) if document >= 0 and not pool.is_relevant(query, document))
         chosen = list(islice(places, settings["count"]))
         negatives.append(positions[query, chosen].tolist())
         negative_scores.append(scores[query, chosen].tolist())
-    return pair_scores.tolist(), negatives, negative_scores, int(left_out.sum())
+    return pair_scores.tolist(), negatives, negative_scores
 
 
 def _gather(blocks: Iterable[tuple[int, np.ndarray]], count: int) -> Tensor:
@@ -208,12 +195,12 @@ def _write(
     source: TaskFolder, out: str, pool: _Pool, mined: Any, about: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the tables and, last, the record, which is returned. `mined` is the result of `_mine`."""
-    pair_scores, negatives, scores, near_duplicates = mined
+    pair_scores, negatives, scores = mined
     counts = [len(negatives[query]) for query in pool.query_of]
     kept = [pair for pair, count in enumerate(counts) if count]
     if not kept:
-        raise UserError(f"{source.path}: no pair gets a negative: all documents are relevant, near duplicates of the "
-                        "positives or above the share of their score (--near-duplicate, --below)")  # fmt: skip
+        raise UserError(f"{source.path}: no pair gets a negative: all documents are relevant or "
+                        "above the share of the positives' score (--below)")  # fmt: skip
 
     def row(pair: int) -> dict[str, Any]:
         query = pool.query_of[pair]
@@ -242,7 +229,6 @@ def _write(
             "negatives": sum(counts),
             "fewer": sum(0 < count < settings["count"] for count in counts),
             "without": len(counts) - len(kept),
-            "near_duplicates": near_duplicates,
         }
         rows = {**source.record["rows"], "train": len(kept)}
         record = {**source.record, "rows": rows, "mined": summary, "settings": settings}

@@ -15,7 +15,6 @@ class DownstreamResult:
     name: str
     """The test set, e.g. `mnli-mm`, with the metric if it isn't the first one: `conll2003 f1`."""
     family: str
-    """`classification`, `tokens`, `question_answering` or `retrieval`."""
     metric: str
     """The metric of `validation` and `test`, e.g. `accuracy`. Its learning rate is chosen by it."""
     validation: float | None
@@ -29,11 +28,10 @@ class DownstreamResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The outcome of a trial, with one result for each test set."""
+    """The outcome of a trial, with one result for each test set, and its durations (`load`, `train`, `score`, `total`)."""
 
     results: tuple[DownstreamResult, ...]
     seconds: dict[str, float]
-    """Durations: `load`, `train`, `score` and `total`."""
     about: dict[str, Any]
     """Steps, tokens, last loss, parameters, ranks, configuration, host, hardware and versions."""
     predictions: dict[str, bytes] = field(default_factory=dict)
@@ -42,15 +40,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialCost:
-    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown.
-
-    `parameters` excludes the language-model head, `train_tokens` assumes four characters per token, and
-    `forward_tokens` counts one rank's tokens in a forward pass.
-    """
+    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown."""
 
     flops: float | None
     bytes: int | None
-    parameters: int | None = None
-    steps: int = 0
-    train_tokens: float = 0.0
-    forward_tokens: int = 0

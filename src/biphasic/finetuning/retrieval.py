@@ -25,9 +25,9 @@ from biphasic.evaluation.search import (
     scores_by_query,
     trec_run,
 )
-from biphasic.finetuning.retrieval_losses import LOSSES, LearnedTemperature
+from biphasic.finetuning.retrieval_losses import info_nce, kl_divergence
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
-from biphasic.finetuning.truncation import CutTexts, tokenize_cut
+from biphasic.finetuning.truncation import tokenize_cut
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -35,33 +35,31 @@ from biphasic.storage import parquet_bytes
 
 
 class Retrieval(FinetuneTask):
-    """Trains mean-pooled embeddings of query-document pairs with one of `LOSSES`.
-
-    The head is a learned temperature, or nothing. Raises a UserError also if the loss needs scores that the pairs lack.
-    """
+    """Trains mean-pooled embeddings of query-document pairs. There is no head."""
 
     family = "retrieval"
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         super().__init__(config, text_tokenizer, cache, record)
         self.scored_tokenizer = text_tokenizer
-        self.prompts = config.prompts
-        if LOSSES[config.loss][1] == "scores" and "scores" not in self.data.columns("train"):
+        self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
+        self._relevant: dict[int, list[int]] = {}
+        """Hashes of the documents of each query among the training pairs, by the query's hash."""
+        self.has_scores = "scores" in self.data.columns("train")
+        if config.loss == "kl" and not self.has_scores:
             advice = "prepare the pairs with `scores_column` (docs/tasks.md)"
-            raise UserError(f"task.loss: {config.loss} needs a teacher's scores, and {config.data} has none: {advice}")
+            raise UserError(f"task.loss: kl needs a teacher's scores, and {config.data} has none: {advice}")
+        if config.hard_negatives:
+            counts = self.data.list_lengths("train", "negatives")
+            if missing := sum(not count for count in counts):
+                raise UserError(f"task.hard_negatives: {missing:,} of {len(counts):,} pairs in {config.data} have none")
 
     def build_head(self, width: int) -> nn.Module:
-        """Return the learned temperature, or a module without weights.
-
-        Raises:
-            UserError: a dimension in `task.dimensions` is larger than the width.
-        """
         if self.config.dimensions and self.config.dimensions[0] > width:
             raise UserError(f"task.dimensions: {self.config.dimensions[0]} is more than the model's width of {width}")
-        return nn.Identity() if self.config.temperature_lr is None else LearnedTemperature(self.config.temperature)
+        return nn.Identity()
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """Return the table of training pairs and all tables of the scored sets; a UserError if a set has no judgments."""
         scored = [
             (folder, table)
             for folder in self._scored_sets().values()
@@ -74,12 +72,11 @@ class Retrieval(FinetuneTask):
 
         `texts` has the queries; `documents` their documents, then all hard negatives; `ids` and `query_ids` have one row,
         the hashes of the documents and of the queries; `negatives` the indices of each query's hard negatives in
-        `documents`; `scores`, where the loss needs them, those of the query's document and hard negatives.
+        `documents`; `scores`, if the pairs have them, those of the query's document and hard negatives.
         """
 
         def make() -> Examples:
-            scored = "scores" in self.data.columns("train")
-            columns = self.data.read("train", "scored_pairs" if scored else "pairs")
+            columns = self.data.read("train", "scored_pairs" if self.has_scores else "pairs")
             negatives = [list(texts or []) for texts in columns["negatives"]]
             documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
             indices = iter(range(len(negatives), len(documents)))
@@ -93,42 +90,14 @@ class Retrieval(FinetuneTask):
                 "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
                 "query_ids": Ragged.of([[hash_text(text) for text in columns["query"]]], np.int64),
                 "negatives": Ragged.of([[next(indices) for _ in texts] for texts in negatives]),
-                **({"scores": Ragged.of(columns["scores"], np.float32)} if scored else {}),
+                **({"scores": Ragged.of(columns["scores"], np.float32)} if self.has_scores else {}),
             }
 
-        self.count_examples(0)
         examples = self.tokenize_once(self.data, "train", make)
-        if self.config.mask_positives:
-            self._relevance = _Relevance(examples)
-        queries = examples["query_ids"].flat
-        pairs = np.unique(np.stack([queries, examples["ids"].flat[: len(queries)]], 1), axis=0)
-        _, positives = np.unique(pairs[:, 0], return_counts=True)
-        several = int((positives > 1).sum())
-        if several and LOSSES[self.config.loss][1] == "ids":
-            them = "no negatives" if self.config.mask_positives else "negatives"
-            self.notes.append(
-                f"{several:,} of {len(positives):,} queries have several positives, which are {them} of the "
-                f"same query in a batch (task.mask_positives: {str(self.config.mask_positives).lower()})"
-            )
+        queries = examples["query_ids"].flat.tolist()
+        for query, document in dict.fromkeys(zip(queries, examples["ids"].flat.tolist(), strict=False)):
+            self._relevant.setdefault(query, []).append(document)
         return examples
-
-    def count_examples(self, enough: int) -> int:
-        """Return the number of pairs; a UserError if hard negatives are to be used and a pair has none."""
-        if self.config.hard_negatives:
-            counts = self.data.list_lengths("train", "negatives")
-            if missing := sum(not count for count in counts):
-                problem = f"{missing:,} of {len(counts):,} pairs in {self.config.data} have none"
-                raise UserError(f"task.hard_negatives: {problem}")
-        return self.data.size("train")[0]
-
-    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
-        """Return what is cut of the queries and documents of the first training pairs."""
-        columns = self.data.read("train", "pairs", rows)
-        lost = [
-            self._tokenize(self.text_tokenizer, columns[column], self.prompts[role], "")[1]
-            for column, role in (("query", "query"), ("positive", "document"))
-        ]
-        return {"train": CutTexts.of({"lost": Ragged.of([*lost[0], *lost[1]])}, self.max_length)}
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch."""
@@ -148,7 +117,9 @@ class Retrieval(FinetuneTask):
             "queries": len(indices),
         }
         if self.config.mask_positives:
-            batch |= self._relevance.of_pairs(examples, indices)
+            rows = [self._relevant[query] for query in examples["query_ids"].flat[list(indices)].tolist()]
+            longest = max(map(len, rows))  # shorter rows repeat their first value
+            batch["relevant"] = torch.tensor([row + row[:1] * (longest - len(row)) for row in rows])
         if places and "scores" in examples:
             chosen = [[0, *(place + 1 for place in row)] for row in places]
             rows = [examples["scores"][index][row] for index, row in zip(indices, chosen, strict=True)]
@@ -161,16 +132,13 @@ class Retrieval(FinetuneTask):
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the loss of a rank's queries, from the embeddings that are `outputs`; a sum over `task.dimensions`."""
-        loss, compared = LOSSES[self.config.loss]
-        temperature = head() if isinstance(head, LearnedTemperature) else self.config.temperature
-        count = batch["queries"]
-        masks = {name: batch[name] for name in ("relevant", "query_ids", "relevant_queries") if name in batch}
-        if self.config.loss == "info_nce":
-            masks = {"relevant": masks["relevant"]} if masks else {}
-        losses = [
-            loss(hidden[:count, :dimension], hidden[count:, :dimension], batch[compared], temperature, **masks)
-            for dimension in self.config.dimensions or [None]
-        ]
+        count, temperature, losses = batch["queries"], self.config.temperature, []
+        for dimension in self.config.dimensions or [None]:
+            queries, documents = hidden[:count, :dimension], hidden[count:, :dimension]
+            if self.config.loss == "kl":
+                losses.append(kl_divergence(queries, documents, batch["scores"], temperature))
+            else:
+                losses.append(info_nce(queries, documents, batch["ids"], temperature, batch.get("relevant")))
         return torch.stack(losses).sum() * count
 
     def split_batch(self, examples: Examples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
@@ -203,11 +171,10 @@ class Retrieval(FinetuneTask):
                     of_ten = ndcg_of_ten(run, qrels)
                     metrics[shown][split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": fmean(of_ten.values())}
                     by_query = {"ndcg_at_10": scores_by_query(run, qrels, "ndcg_cut_10", 10), "ndcg_of_ten": of_ten}
+                    columns = query_columns(run, qrels, texts, by_query)
                     file = f"{shown.replace(' ', '-')}-{split}"
                     files[f"{file}.run.gz"] = functools.partial(trec_run, run, "biphasic")
-                    files[f"{file}.parquet"] = functools.partial(
-                        parquet_bytes, query_columns(run, qrels, texts, by_query)
-                    )
+                    files[f"{file}.parquet"] = functools.partial(parquet_bytes, columns)
             for shown, by_split in metrics.items():
                 file = f"{shown.replace(' ', '-')}-test.parquet"
                 results += self.results(name, shown, by_split, folder.path, file)
@@ -217,25 +184,23 @@ class Retrieval(FinetuneTask):
         self, model: TrainedModel, folder: TaskFolder, table: str, role: str, name: str
     ) -> tuple[list[str], Tensor]:
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
-        columns, prompts = folder.read(table, table), self.config.prompts_of(name)
-
+        columns = folder.read(table, table)
         # A share is of training alone: the paper's library scores with the model's own maximum.
         length = self.scored_tokenizer.max_length if isinstance(self.config.max_length, float) else self.max_length
 
         def make() -> Examples:
-            texts, lost = self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table, length)
+            prompt = self.prompts[role]
+            texts, lost = self._tokenize(self.scored_tokenizer, titled_texts(columns), prompt, table, length)
             return {"texts": texts, "lost": lost}
 
-        changed = {**{f"{each}_prompt": text for each, text in prompts.items()}, "scored_length": length}
-        texts = self.tokenize_once(folder, table, make, changed)["texts"]
+        texts = self.tokenize_once(folder, table, make, {"scored_length": length})["texts"]
         return columns["_id"], model.embed(texts, f"{name}: {table}")
 
     def _tokenize(
         self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str, length: int | None = None
     ) -> tuple[Ragged, Ragged]:
         prompted = [prompt + text for text in texts]
-        title = title and f"reading {self.config.name}: {title}"
-        return tokenize_cut(tokenizer, prompted, length or self.max_length, title)
+        return tokenize_cut(tokenizer, prompted, length or self.max_length, f"reading {self.config.name}: {title}")
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         sets = {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
@@ -243,35 +208,6 @@ class Retrieval(FinetuneTask):
             if not _judged_splits(folder):
                 raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
         return sets
-
-
-class _Relevance:
-    """The relevant documents of each query among the training pairs, and the queries of each document, by their hashes."""
-
-    def __init__(self, examples: Examples):
-        self.documents: dict[int, list[int]] = {}
-        self.queries: dict[int, list[int]] = {}
-        queries = examples["query_ids"].flat.tolist()
-        documents = examples["ids"].flat[: len(queries)].tolist()
-        for query, document in dict.fromkeys(zip(queries, documents, strict=True)):
-            self.documents.setdefault(query, []).append(document)
-            self.queries.setdefault(document, []).append(query)
-
-    def of_pairs(self, examples: Examples, indices: Sequence[int]) -> TaskBatch:
-        """Return the masks of `symmetric_info_nce` for the chosen pairs."""
-        queries = examples["query_ids"].flat[list(indices)]
-        documents = examples["ids"].flat[list(indices)]
-        return {
-            "relevant": _padded([self.documents[query] for query in queries.tolist()]),
-            "query_ids": torch.from_numpy(queries),
-            "relevant_queries": _padded([self.queries[document] for document in documents.tolist()]),
-        }
-
-
-def _padded(rows: list[list[int]]) -> Tensor:
-    """Return rows as a matrix, int64 [rows, longest], in which shorter ones repeat their first value."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + row[:1] * (longest - len(row)) for row in rows])
 
 
 def titled_texts(columns: dict[str, list[Any]]) -> list[str]:

@@ -60,8 +60,6 @@ def run(config: FinetuneConfig) -> Path:
         scores = (("validation", result.validation), ("test", result.test))
         parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores if score is not None]
         print_once(f"{result.name}: {', '.join(parts)}")
-    for note in task.notes:
-        print_once(f"{config.task.name}: {note}")
     for table, cut in task.cut.items():
         if description := cut.describe():
             print_once(f"{config.task.name} {table}: {description}")
@@ -90,7 +88,6 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         "Learning rate": f"{config.optimizer.lr}, {config.warmup} warmup, then linear decay to 0",
         "Seed": config.seed,
         "Last loss": trial.about["loss"],
-        **({"Learned temperature": trial.about["temperature"]} if "temperature" in trial.about else {}),
     }
     for result in trial.results:
         scores = [(split, *score) for split, values in result.more.items() for score in values.items()]

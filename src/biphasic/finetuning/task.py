@@ -35,7 +35,6 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return next(self.encoder.backbone.parameters()).device
 
     def predict(
@@ -100,9 +99,8 @@ Scored = tuple[list[DownstreamResult], dict[str, Callable[[], bytes]]]
 class FinetuneTask(ABC):
     """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
-    A new family needs a section in `config/finetune.py` and a line in `FAMILIES` of `finetuning/trial.py`. `config` is the
-    YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the dataset's record
-    if only new text is predicted; by default, it is read.
+    `config` is the YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the
+    dataset's record if only new text is predicted; by default, it is read.
 
     Raises:
         UserError: the data is missing or belongs to another family.
@@ -127,8 +125,6 @@ class FinetuneTask(ABC):
         self.data = TaskFolder(config.data, cache, self.family, record)
         self.cut: dict[str, CutTexts] = {}
         """What was cut of the texts that were tokenized, by table."""
-        self.notes: list[str] = []
-        """What a person should know about the training data."""
 
     @property
     def label_names(self) -> list[str] | None:
@@ -158,18 +154,6 @@ class FinetuneTask(ABC):
     @abstractmethod
     def tables(self) -> list[tuple[TaskFolder, str]]:
         """Return every table that affects the result."""
-
-    @abstractmethod
-    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
-        """Return what is cut of the first rows of each table of the task's own data, by its name."""
-
-    @abstractmethod
-    def count_examples(self, enough: int) -> int:
-        """Return the number of training examples, or a lower number of at least `enough`.
-
-        Raises:
-            UserError: they can't be used as the task is configured.
-        """
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """Return a microbatch of the chosen examples. Default: their tokens and labels."""
@@ -244,34 +228,17 @@ class PredictionTask(FinetuneTask):
         """Return the metrics of `answers`, given the correct values and the rows' examples."""
 
     def scored_splits(self) -> list[str]:
-        """Return the validation split, if there is one, then the test splits."""
         return [split for split in dict.fromkeys([self.config.validation, *self.config.scored.values()]) if split]
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """Return the tables of the training split and of all scored splits."""
         return [(self.data, split) for split in dict.fromkeys(["train", *self.scored_splits()])]
 
     def training_examples(self) -> Examples:
-        """Return the examples of the training split."""
         return self.examples("train")
 
-    def count_examples(self, enough: int) -> int:
-        """Return the number of training examples, or that of the texts if they are enough. Windows are examples too."""
-        rows, _ = self.data.size("train")
-        if rows >= enough:
-            return rows
-        return len(self.tokenize(self.data.read("train", self.family), "")["texts"])
-
     def examples(self, split: str) -> Examples:
-        """Return the examples of a split."""
         title = f"reading {self.config.name} {split}"
         return self.tokenize_once(self.data, split, lambda: self.tokenize(self.data.read(split, self.family), title))
-
-    def first_cuts(self, rows: int) -> dict[str, CutTexts]:
-        """Return what is cut of the first rows of the training split and of all scored splits."""
-        tables = [table for _, table in self.tables()]
-        examples = {table: self.tokenize(self.data.read(table, self.family, rows), "") for table in tables}
-        return {table: CutTexts.of(each, self.max_length) for table, each in examples.items()}
 
     def evaluate(self, model: TrainedModel) -> Scored:
         """Return the scores, and a Parquet file for each split: `id`, `gold`, and the columns of `answers`."""

@@ -20,7 +20,6 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.devices import rank_device
 from biphasic.durations import Duration
 from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
-from biphasic.finetuning.retrieval_losses import LearnedTemperature
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
 from biphasic.grouping import groups_up_to
 from biphasic.model.encoder import Encoder
@@ -72,14 +71,11 @@ class SeededDropout(Callback):
     """Seeds dropout for each batch and rank, so that it doesn't depend on earlier random numbers."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Seed PyTorch's generator."""
         torch.manual_seed(state.batch["seed"])  # pyright: ignore[reportArgumentType, reportCallIssue, reportIndexIssue]
 
 
 def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: FinetuneTask) -> dict[str, Any]:
     """Train the encoder and head in place; return `steps` (batches), `tokens` (summed over ranks) and the last `loss`.
-
-    A learned temperature's last value is returned too, as `temperature`.
 
     Raises:
         UserError: the data can't be used, or the loss is NaN or Inf.
@@ -101,8 +97,7 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
         atexit.unregister(trainer.engine._close)
     losses: dict[str, float] = trainer.state.total_loss_dict or {}
     tokens = trainer.state.timestamp.token.value
-    learned = {"temperature": float(head())} if isinstance(head, LearnedTemperature) else {}
-    return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total"), **learned}
+    return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total")}
 
 
 def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: GlobalBatches) -> Trainer:
@@ -110,9 +105,6 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
     decay = Duration(max(len(batches) - warmup, 0), "ba")
     optimizer, folder = config.optimizer, config.run_folder
     built = build_optimizer(model, model.backbone, optimizer.name, **optimizer.adam)
-    if isinstance(model.head, LearnedTemperature):
-        # The last group: the only scalar.
-        built.param_groups[-1]["lr_scale"] = config.task.temperature_lr / optimizer.lr  # pyright: ignore
     destinations = loggers(config.logging, folder, config.run_name)
     anomalies = AnomalyLog(folder)
     callbacks: list[Callback] = [SeededDropout()]

@@ -45,10 +45,6 @@ FAMILIES: dict[str, type[FinetuneTask]] = {
     "retrieval": Retrieval,
 }
 """The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
-_tokenizer_faults: dict[tuple[Any, ...], tuple[float, UserError]] = {}
-"""Why a model's tokenizer can't be loaded, and since when this is known."""
-_FAULT_SECONDS = 60
-"""How long a fault is kept: an unreachable hub takes a minute to fail, but may answer later."""
 _contents: dict[tuple[Any, ...], list[Any]] = {}
 """Hashes of everything that a trial reads."""
 
@@ -69,7 +65,7 @@ def trial_name(config: FinetuneConfig) -> str:
             [model_fingerprint(*_source(config.model)), config.model.trust_remote_code],
             [family.text_tokenizer.fingerprint, family.text_tokenizer.max_length],
             [[table, folder.content_hash(table)] for folder, table in family.tables()],
-            [(name, task.prompts_of(name)) for name in task.retrieval_sets] if task.kind == "retrieval" else [],
+            list(task.retrieval_sets),
         ]
     settings = config.model_dump(mode="json", exclude=NOT_IN_RESULT)
     content = json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True)
@@ -97,15 +93,7 @@ def require_validation(config: FinetuneConfig) -> None:
 
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
     """Return the task for a model's tokenizer; a UserError if the model or the data is missing."""
-    key = (*_source(model), file_stamps(model.path))
-    when, fault = _tokenizer_faults.get(key, (0.0, None))
-    if fault is not None and time.monotonic() - when < _FAULT_SECONDS:
-        raise type(fault)(str(fault))
-    try:
-        text_tokenizer = _load_text_tokenizer(*key)
-    except UserError as error:
-        _tokenizer_faults[key] = time.monotonic(), error
-        raise
+    text_tokenizer = _load_text_tokenizer(*_source(model), file_stamps(model.path))
     return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
@@ -170,39 +158,59 @@ def train_and_score(
     return result, model, task, files
 
 
+<<<<<<< HEAD
+=======
+def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
+    """Train a trial again, and write its encoder without the head to a folder, as the model's own format and tokenizer."""
+    from biphasic.export.finetuned import export_finetuned
+
+    encoder = train_and_score(config.model_copy(update={"save_model": True}))[1].encoder
+    # The task may have added an end of text; the encoder is for other tasks.
+    encoder.text_tokenizer = load_text_tokenizer(*_source(config.model))
+    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {config.model.path}, without its head.\n"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
+    export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
+
+
+def check_trial(config: FinetuneConfig) -> None:
+    """Raise a UserError if model, data and settings don't fit each other, as far as it shows without weights."""
+    task, architecture = build_task(config.model, config.task, config.cache), _architecture(config.model)
+    with torch.device("meta"):
+        task.build_head(1 << 20 if architecture is None else architecture.hidden)
+    for folder, table in task.tables():
+        folder.size(table)
+    if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
+        warmup_batches(config, count_steps(config, task.data.size("train")[0]))
+
+
+>>>>>>> a87a11a (Fine-tuning: two losses of retrieval, one prompt for all sets, plans that check without counting tokens; no learned temperature)
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
-    """Estimate a trial's FLOPs and memory, assuming four characters per token.
+    """Estimate a trial's FLOPs and memory, assuming four characters per token and as many examples as rows.
 
     Raises:
-        UserError: the model or the data is missing, or the warmup is too long for the data.
+        UserError: the model or the data is missing.
     """
     task = build_task(config.model, config.task, config.cache)
-    rows, characters = task.data.size("train")
-    special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
-    tokens_each = min(characters / 4 / rows + special, task.max_length)
-    steps = count_steps(config, task.count_examples(config.batch_size))
-    if config.task.kind not in ("question_answering", "tokens"):
-        warmup_batches(config, steps)
-    train_tokens = steps * config.batch_size * tokens_each
-    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     architecture = _architecture(config.model)
-    with torch.device("meta"):
-        task.build_head(1 << 20 if architecture is None else architecture.hidden)  # checks labels and dimensions
     if architecture is None:
-        return TrialCost(None, None, None, steps, train_tokens)
+        return TrialCost(None, None)
+    rows, characters = task.data.size("train")
+    tokens_each = min(characters / 4 / rows, task.max_length)
+    train_tokens = count_steps(config, max(rows, config.batch_size)) * config.batch_size * tokens_each
+    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
-    parameters = architecture.parameters - architecture.head_parameters
-    forward = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
+    tokens = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
     is_bf16 = config.precision == "amp_bf16"
-    activations = architecture.activation_bytes(forward, 2 if is_bf16 else 4)
+    activations = architecture.activation_bytes(tokens, 2 if is_bf16 else 4)
     if is_bf16:  # autocast keeps the residual stream and the norms in fp32, and copies of the matrices
-        activations += 16 * architecture.hidden * architecture.layers * forward + 2 * architecture.body_parameters
+        activations += 16 * architecture.hidden * architecture.layers * tokens + 2 * architecture.body_parameters
     # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
-    return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens, forward)
+    parameters = architecture.parameters - architecture.head_parameters
+    return TrialCost(flops, 16 * parameters + activations + (2 << 30))
 
 
 def _architecture(model: EncoderConfig) -> Architecture | None:
-    """Return the dimensions of a model, or None for a network of an unknown kind."""
     if is_checkpoint(model.path):
         config: Any = hf_config_from_json(read_record(model.path)["backbone"])
     else:

@@ -24,27 +24,20 @@ class CutTexts:
     """Number of tokens that were left out."""
     answers: int = 0
     """Number of questions whose answer is in no input."""
-    windows: int = 0
-    """Number of texts that are read in several windows."""
 
     @classmethod
     def of(cls, examples: Mapping[str, Ragged], max_length: int) -> CutTexts:
-        """Count from the examples' `lost`, a row `[tokens, answers]` of each text, and `about`, a row for each window."""
-        counts, windows = examples["lost"].flat.reshape(-1, 2), 0
-        if "about" in examples:
-            rows = examples["about"].flat.reshape(len(examples["about"]), -1)[:, 0]
-            windows = int((np.bincount(rows) > 1).sum())
+        """Count from the examples' `lost`, a row `[tokens, answers]` of each text."""
+        counts = examples["lost"].flat.reshape(-1, 2)
         cut, (tokens, answers) = int((counts[:, 0] > 0).sum()), counts.sum(0).tolist()
-        return cls(max_length, len(counts), cut, tokens, answers, windows)
+        return cls(max_length, len(counts), cut, tokens, answers)
 
     def describe(self) -> str:
-        """Return a sentence for people, or an empty text if every text is read completely and at once."""
+        """Return a sentence for people, or an empty text if every text is read completely."""
         parts = []
         if self.cut:
             share = f"{self.cut:,} of {self.texts:,} texts are longer than {self.max_length:,} tokens"
             parts.append(f"{share} and are cut, by {self.tokens:,} tokens in all")
-        if self.windows:
-            parts.append(f"{self.windows:,} of {self.texts:,} texts are read in windows of {self.max_length:,} tokens")
         if self.answers:
             parts.append(f"{self.answers:,} answers are in no input: their questions are trained as unanswerable")
         return "; ".join(parts)
