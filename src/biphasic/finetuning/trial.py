@@ -158,21 +158,6 @@ def train_and_score(
     return result, model, task, files
 
 
-<<<<<<< HEAD
-=======
-def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
-    """Train a trial again, and write its encoder without the head to a folder, as the model's own format and tokenizer."""
-    from biphasic.export.finetuned import export_finetuned
-
-    encoder = train_and_score(config.model_copy(update={"save_model": True}))[1].encoder
-    # The task may have added an end of text; the encoder is for other tasks.
-    encoder.text_tokenizer = load_text_tokenizer(*_source(config.model))
-    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {config.model.path}, without its head.\n"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
-    export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
-
-
 def check_trial(config: FinetuneConfig) -> None:
     """Raise a UserError if model, data and settings don't fit each other, as far as it shows without weights."""
     task, architecture = build_task(config.model, config.task, config.cache), _architecture(config.model)
@@ -184,7 +169,6 @@ def check_trial(config: FinetuneConfig) -> None:
         warmup_batches(config, count_steps(config, task.data.size("train")[0]))
 
 
->>>>>>> a87a11a (Fine-tuning: two losses of retrieval, one prompt for all sets, plans that check without counting tokens; no learned temperature)
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
     """Estimate a trial's FLOPs and memory, assuming four characters per token and as many examples as rows.
 
