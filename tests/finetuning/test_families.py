@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import FAMILIES, estimate_cost, run_trial, scored_sets, train_and_score, trial_name
+from biphasic.finetuning.trial import FAMILIES, run_trial, scored_sets, train_and_score, trial_name
 from helpers.toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "stsb": 2, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
@@ -126,42 +125,6 @@ def test_no_padding(toy: Path, tmp_path: Path) -> None:
     config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="1ep")
     rows = pq.read_table(toy / "tasks" / "sst2" / "train.parquet")["text"].to_pylist()
     assert run_trial(config).about["tokens"] == sum(len(text.split()) for text in rows)
-
-
-def test_estimated_cost(toy: Path, tmp_path: Path) -> None:
-    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="10ba")
-    cost, tokens = estimate_cost(config), run_trial(config).about["tokens"]
-    body = 2 * (4 * 32 * 24 + 3 * 32 * 48 + 64) + 32
-    assert cost.flops is not None
-    assert cost.bytes is not None
-    assert cost.bytes > (2 << 30) + 16 * (body + 64 * 32)
-    # Estimated at four characters a token; these texts have about three.
-    assert 0.3 < cost.flops / (6 * body * tokens) < 3
-
-
-def test_memory_in_bf16_has_the_residual_stream_in_fp32(toy: Path, tmp_path: Path) -> None:
-    """And autocast's copies of the matrices."""
-    sizes = {
-        precision: estimate_cost(config_of("sst2", toy / "tasks", toy / "start", tmp_path, precision=precision))
-        for precision in ("fp32", "amp_bf16")
-    }
-    full, half = sizes["fp32"], sizes["amp_bf16"]
-    assert full.bytes is not None and half.bytes is not None
-    body = 2 * (4 * 32 * 24 + 3 * 32 * 48 + 64) + 32
-    rows, characters = TaskFolder(str(toy / "tasks" / "sst2"), "", None).size("train")
-    tokens = round(32 * characters / 4 / rows)
-    values = tokens * 2 * (5 * 32 + 8 * (2 * 4 + 2 * 2) + 4 * 48)
-    residual = 2 * 32 * tokens
-    assert full.bytes - half.bytes == 2 * values - 16 * residual - 2 * body
-
-
-def test_memory_is_estimated_with_a_microbatch(toy: Path, tmp_path: Path) -> None:
-    for name in ("sst2", "msmarco"):
-        whole, small = (
-            estimate_cost(config_of(name, toy / "tasks", toy / "start", tmp_path, microbatch_tokens=tokens)).bytes
-            for tokens in (1 << 20, 8)
-        )
-        assert whole is not None and small is not None and whole > small, name
 
 
 def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Results and estimated cost of a trial (one fine-tuning). Imports neither PyTorch nor Composer."""
+"""Results of a trial (one fine-tuning). Imports neither PyTorch nor Composer."""
 
 from __future__ import annotations
 
@@ -36,11 +36,3 @@ class TrialResult:
     """Steps, tokens, last loss, parameters, ranks, configuration, host, hardware and versions."""
     predictions: dict[str, bytes] = field(default_factory=dict)
     """Parquet files with the predictions and scores of each example, by name, if a sweep keeps them."""
-
-
-@dataclass(frozen=True)
-class TrialCost:
-    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown."""
-
-    flops: float | None
-    bytes: int | None

@@ -1,4 +1,4 @@
-"""Name, estimate the cost of, and run a trial (one fine-tuning)."""
+"""Name, check and run a trial (one fine-tuning)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, warmup_batches
 from biphasic.finetuning.classification import Classification, MultiLabel, Regression, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
-from biphasic.finetuning.records import TrialCost, TrialResult
+from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
 from biphasic.model.architecture import Architecture
@@ -167,31 +167,6 @@ def check_trial(config: FinetuneConfig) -> None:
         folder.size(table)
     if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
         warmup_batches(config, count_steps(config, task.data.size("train")[0]))
-
-
-def estimate_cost(config: FinetuneConfig) -> TrialCost:
-    """Estimate a trial's FLOPs and memory, assuming four characters per token and as many examples as rows.
-
-    Raises:
-        UserError: the model or the data is missing.
-    """
-    task = build_task(config.model, config.task, config.cache)
-    architecture = _architecture(config.model)
-    if architecture is None:
-        return TrialCost(None, None)
-    rows, characters = task.data.size("train")
-    tokens_each = min(characters / 4 / rows, task.max_length)
-    train_tokens = count_steps(config, max(rows, config.batch_size)) * config.batch_size * tokens_each
-    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
-    flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
-    tokens = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
-    is_bf16 = config.precision == "amp_bf16"
-    activations = architecture.activation_bytes(tokens, 2 if is_bf16 else 4)
-    if is_bf16:  # autocast keeps the residual stream and the norms in fp32, and copies of the matrices
-        activations += 16 * architecture.hidden * architecture.layers * tokens + 2 * architecture.body_parameters
-    # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
-    parameters = architecture.parameters - architecture.head_parameters
-    return TrialCost(flops, 16 * parameters + activations + (2 << 30))
 
 
 def _architecture(model: EncoderConfig) -> Architecture | None:
