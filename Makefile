@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu test-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are, $(3) is the command.
@@ -139,15 +139,10 @@ lint: env docs
 # About a quarter of an hour on two cores: nothing else may run beside it. Writes benchmarks/results/.
 bench-data: env
 	$(BIN)/python benchmarks/data.py
-	$(BIN)/python benchmarks/open_dataset.py
 
 # About five minutes. Writes benchmarks/results/saving.*.
 bench-saving: env
 	$(BIN)/python benchmarks/saving.py --stretches 4 --steps 10
-
-# About ten minutes. Writes benchmarks/results/phases.*.
-bench-phases: env
-	$(BIN)/python benchmarks/phases.py
 
 # The trainer over the barest correct loop, on this machine's cores.
 bench-train: env

@@ -27,8 +27,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.initial_model import build_language_model
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
-from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.objectives.targets import Vocabulary, clm_targets, mlm_inputs_and_targets
 
 
 def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Vocabulary, seed: int) -> dict[str, Any]:
@@ -119,7 +118,6 @@ def _factor(config: PretrainConfig, step: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train and write the measurements."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("yaml", type=Path)
     parser.add_argument("batches", type=Path)

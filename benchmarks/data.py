@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import save
+from workload import report
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "runs" / "bench-data"
@@ -34,6 +34,7 @@ THREADS = 2
 
 def make_text(megabytes: int) -> Path:
     """Write Parquet files of about `megabytes` of text, in FineWeb-Edu's columns."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder = FOLDER / f"text-{megabytes}"
@@ -60,20 +61,14 @@ def make_text(megabytes: int) -> Path:
             held += len(text)
             size += len(text)
             if held >= FILE_BYTES or size >= megabytes * 1e6:
-                _write(partial / f"{number:05d}.parquet", ids, texts)
+                rows = pa.table({"id": ids, "text": texts})
+                pq.write_table(rows, partial / f"{number:05d}.parquet", row_group_size=1000, compression="zstd")
                 number, held, ids, texts = number + 1, 0, [], []
             if size >= megabytes * 1e6:
                 break
         round_ += 1
     partial.rename(folder)
     return folder
-
-
-def _write(path: Path, ids: list[str], texts: list[str]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"id": ids, "text": texts}), path, row_group_size=1000, compression="zstd")
 
 
 def make_tokenizer(text: Path) -> Path:
@@ -129,7 +124,8 @@ def convert(text: Path, tokenizer: Path) -> dict[str, float]:
     total = time.time() - start
     record = json.loads((output / "conversion.json").read_text())
     # Before the first worker starts its first unit there are only imports.
-    begins = min((output / "units" / f"{name}.json").stat().st_mtime - seconds for name, seconds in _units(output))
+    units = [*(output / "units").iterdir()]
+    begins = min(path.stat().st_mtime - json.loads(path.read_text())["seconds"] for path in units)
     tokens = sum(split["tokens"] for split in record["splits"].values())
     stored = sum(split["bytes"] for split in record["splits"].values())
     shutil.rmtree(output)
@@ -143,11 +139,6 @@ def convert(text: Path, tokenizer: Path) -> dict[str, float]:
         "text_bytes_per_token": record["text_bytes"] / tokens,
         "core_tokens_per_second": tokens / record["cpu_seconds"],
     }
-
-
-def _units(output: Path) -> Iterator[tuple[str, float]]:
-    for path in (output / "units").iterdir():
-        yield path.stem, json.loads(path.read_text())["seconds"]
 
 
 def _watched(command: list[str], start: float) -> tuple[int, int]:
@@ -222,7 +213,6 @@ def rate(result: dict[str, float]) -> float:
 
 
 def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows; adds the ratios to `numbers`."""
     best = {name: max((run[name] for run in numbers["runs"]), key=rate) for name in PARTS}
     large, megabytes = numbers["large"], numbers["megabytes"]
 
@@ -230,13 +220,8 @@ def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         over = {name: measured / rate(best[name]) for name in ("encode", "plain")}
         numbers.setdefault("ratios", {})[label] = over
         peak = f"{result['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in result else ""
-        return [
-            label,
-            f"{measured:,.0f}",
-            f"{measured / THREADS:,.0f}",
-            *(f"{ratio:.2f}" for ratio in over.values()),
-            peak,
-        ]
+        ratios = (f"{ratio:.2f}" for ratio in over.values())
+        return [label, f"{measured:,.0f}", f"{measured / THREADS:,.0f}", *ratios, peak]
 
     rows = [
         row("`encode_batch` alone, 2 threads", best["encode"], rate(best["encode"])),
@@ -253,7 +238,6 @@ def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
     parser = argparse.ArgumentParser(description="Conversion against the tokenizer alone and a plain converter.")
     parser.add_argument("--megabytes", type=int, default=200, help="text; memory is also measured at ten times as much")
     parser.add_argument("--repeats", type=int, default=2, help="of encode, convert and plain; the fastest counts")
@@ -270,8 +254,7 @@ def main() -> None:
     runs = [{name: part(name, text, tokenizer) for name in PARTS} for _ in range(options.repeats)]
     large = None if options.no_memory else part("convert", make_text(10 * options.megabytes), tokenizer)
     numbers = {"megabytes": options.megabytes, "threads": THREADS, "runs": runs, "large": large}
-    header, rows = table(numbers)
-    print(save("data", "Conversion", "make bench-data", header, rows, numbers))
+    report("data", "Conversion", *table(numbers), numbers)
 
 
 if __name__ == "__main__":

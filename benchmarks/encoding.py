@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tables import save
-from workload import command, parse_options, say
+from workload import parse_options, report, say
 
 import finetuning
 
@@ -39,7 +38,6 @@ class Shape:
     threads: int = 2
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.texts:,} texts, lengths lognormal around {self.median} tokens (sigma {self.spread}, at most "
             f"{self.longest:,}); {self.layers} layers of width {self.width}, fp32, {self.threads} threads; the median of "
@@ -66,7 +64,6 @@ def load(path: str) -> dict[str, Callable[[list[str]], Any]]:
 
 
 def measure(shape: Shape, names: tuple[str, ...] = finetuning.MODELS) -> dict[str, Any]:
-    """Seconds of each library and round for each model, and the largest difference of the embeddings."""
     import torch
 
     torch.set_num_threads(shape.threads)
@@ -93,7 +90,6 @@ def measure(shape: Shape, names: tuple[str, ...] = finetuning.MODELS) -> dict[st
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows = []
     for model, times in results["models"].items():
         biphasic, other = (statistics.median(times["seconds"][side]) for side in SIDES)
@@ -104,12 +100,9 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    shape = parse_options(Shape, __doc__)
+    shape, _ = parse_options(Shape, __doc__)
     results = measure(shape)
-    header, rows = table(results)
-    title = "Embedding over sentence-transformers"
-    print(save("encoding", title, command("bench-encoding"), header, rows, results, note=shape.describe()))
+    report("encoding", "Embedding over sentence-transformers", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import save
-from workload import ROOT, command, launch, parse_options, say
+from workload import ROOT, launch, parse_options, report, say
 
 GOAL = 1.3
 MODELS = ("llama", "bert")
@@ -43,7 +42,6 @@ class Shape:
     threads: int = 2
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.steps} steps of 32 texts, lengths lognormal around {self.median} tokens (sigma {self.spread}, at most "
             f"{self.longest}), one label in ten drawn at random; {self.layers} layers of width {self.width}, "
@@ -85,12 +83,8 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     (folder / "set").mkdir(parents=True)
     for number, (split, count) in enumerate((("train", shape.steps * 32), ("validation", validation), ("test", test))):
         sentences, labels = texts(shape, count, number)
-        rows = {
-            "id": [str(index) for index in range(count)],
-            "text": sentences,
-            "text_pair": [None] * count,
-            "label": labels,
-        }
+        ids = [str(index) for index in range(count)]
+        rows = {"id": ids, "text": sentences, "text_pair": [None] * count, "label": labels}
         pq.write_table(pa.table(rows, SCHEMAS["classification"]), folder / "set" / f"{split}.parquet")
     record = {"kind": "classification", "label_names": ["a", "b"], "rows": {}}
     (folder / "set" / "task.json").write_text(json.dumps(record))
@@ -153,13 +147,12 @@ def run_biphasic(folder: Path, model: str, seed: int, shape: Shape) -> dict[str,
 def run_hugging_face(folder: Path, model: str, seed: int, shape: Shape, way: str) -> dict[str, Any]:
     """Train and score with Hugging Face's Trainer in its own process: as `run_biphasic`."""
     out = folder / f"{model}-{way}-{seed}.json"
-    arguments = [str(ROOT / "benchmarks" / "finetuning_hugging_face.py"), str(folder), model, str(seed), way, str(out)]
-    launch(arguments, 1, shape.threads)
+    script = str(ROOT / "benchmarks" / "hugging_face.py")
+    launch([script, "classify", str(folder), model, str(seed), way, str(out)], 1, shape.threads)
     return json.loads(out.read_text())
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Run all models, seeds and trainers in turn."""
     runs: dict[str, dict[str, list[Any]]] = {model: {way: [] for way in WAYS} for model in MODELS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "work"
@@ -169,11 +162,8 @@ def measure(shape: Shape) -> dict[str, Any]:
             for model in MODELS:
                 for way in WAYS:
                     say(f"{model}, seed {seed}: {way}")
-                    run = (
-                        run_biphasic(folder, model, seed, shape)
-                        if way == "ours"
-                        else run_hugging_face(folder, model, seed, shape, way)
-                    )
+                    given = folder, model, seed, shape
+                    run = run_biphasic(*given) if way == "ours" else run_hugging_face(*given, way)
                     runs[model][way].append(run)
     return {"shape": asdict(shape), "runs": runs, "rates": rates(runs, shape)}
 
@@ -193,19 +183,14 @@ def rates(runs: dict[str, dict[str, list[Any]]], shape: Shape) -> dict[str, dict
                 "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
             }
         for way in WAYS[1:]:
-            results[model][way]["ratio"] = (
-                results[model]["ours"]["tokens_per_second"] / results[model][way]["tokens_per_second"]
-            )
+            of_way = results[model][way]
+            of_way["ratio"] = results[model]["ours"]["tokens_per_second"] / of_way["tokens_per_second"]
     return results
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
-    names = {
-        "ours": "Biphasic",
-        "padded": "Hugging Face, dynamic padding",
-        "grouped": "Hugging Face, and group_by_length",
-    }
+    labels = ("Biphasic", "Hugging Face, dynamic padding", "Hugging Face, and group_by_length")
+    names = dict(zip(WAYS, labels, strict=True))
     rows = []
     for model, ways in results["rates"].items():
         for way, rate in ways.items():
@@ -216,12 +201,9 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    shape = parse_options(Shape, __doc__)
+    shape, _ = parse_options(Shape, __doc__)
     results = measure(shape)
-    header, rows = table(results)
-    title = "Fine-tuning against Hugging Face's Trainer"
-    print(save("finetuning", title, command("bench-finetuning"), header, rows, results, note=shape.describe()))
+    report("finetuning", "Fine-tuning against Hugging Face's Trainer", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

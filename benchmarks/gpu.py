@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import describe_machine, roofline, synchronize
-from gpu_report import Report
+from gpu_report import Report, describe_machine, roofline, synchronize
 from torch import Tensor
 
 from biphasic.devices import peak_flops
@@ -38,8 +37,7 @@ from biphasic.model.auto_microbatch import available_bytes, even_microbatch, lar
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.segments import Segments, rounded_count
-from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.objectives.targets import Vocabulary, clm_targets, mlm_inputs_and_targets
 
 RESULTS = Path(__file__).parent / "results"
 LENGTH = 2048
@@ -86,7 +84,6 @@ VARIANTS = {
     "chunks-0.25": Variant(loss_chunks=0.25),
     "cudnn": Variant(attention="varlen by cudnn"),
     "fa2": Variant(attention="varlen by fa2"),
-    "flash2": Variant(attention="flash2"),
     "sdpa": Variant(attention="sdpa"),
     "whole": Variant(packing="whole"),
     "padded": Variant(packing="padded"),
@@ -104,10 +101,8 @@ def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]]
 
     def document() -> int:
         spread = 1.0
-        length = math.exp(
-            math.log(MEAN_DOCUMENT) - spread**2 / 2 + spread * float(torch.randn((), generator=generator))
-        )
-        return max(16, round(length))
+        deviation = spread * float(torch.randn((), generator=generator))
+        return max(16, round(MEAN_DOCUMENT * math.exp(deviation - spread**2 / 2)))
 
     segments: list[list[int]] = []
     real_tokens: list[int] = []
@@ -141,7 +136,8 @@ def batch_of(size: Architecture, phase: str, lengths: list[list[int]], real: lis
             tokens, segment_ids, torch.arange(rows, device=device), Vocabulary(size.vocab_size, 3, (0, 1, 2, 3)),
             seed=0, counter=0, masking_ratio=MASKING_RATIO,
         )  # fmt: skip
-    return {"inputs": inputs, "targets": targets, "lengths": lengths, "predicted": int((targets >= 0).sum())}
+    predicted = int((targets >= 0).sum())
+    return {"inputs": inputs, "targets": targets, "lengths": lengths, "predicted": predicted, "phase": phase}
 
 
 class Trained:
@@ -189,10 +185,7 @@ class Trained:
         """The largest number of rows in a microbatch, up to `limit`."""
 
         def measure(rows: int) -> float | None:
-            batch = {
-                **batch_of(self.size, phase, *row_lengths(rows, self.variant.packing), self.device),
-                "phase": phase,
-            }
+            batch = batch_of(self.size, phase, *row_lengths(rows, self.variant.packing), self.device)
             peak = peak_bytes(lambda: [self.backward(batch, 0, rows) for _ in range(2)])
             self.optimizer.zero_grad(set_to_none=True)
             return peak
@@ -202,9 +195,8 @@ class Trained:
 
 
 def measure(trained: Trained, phase: str, rows: int, peak: float | None, steps: int = 4) -> dict[str, Any]:
-    """Speed and memory of complete steps: the median of `steps`, after two steps that compile and warm up."""
     lengths, real = row_lengths(STEP_ROWS, trained.variant.packing)
-    batch = {**batch_of(trained.size, phase, lengths, real, trained.device), "phase": phase}
+    batch = batch_of(trained.size, phase, lengths, real, trained.device)
     start = time.perf_counter()
     first = float(trained.step(batch, rows))
     first_seconds = time.perf_counter() - start
@@ -250,10 +242,7 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    batch = {
-        **batch_of(trained.size, phase, *row_lengths(STEP_ROWS, trained.variant.packing), trained.device),
-        "phase": phase,
-    }
+    batch = batch_of(trained.size, phase, *row_lengths(STEP_ROWS, trained.variant.packing), trained.device)
     with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
         start = time.perf_counter()
         trained.step(batch, rows)
@@ -278,7 +267,6 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="*", default=["1b", "210m", "610m"], choices=list(PRESETS))
     parser.add_argument("--rows", type=int, help="rows of a microbatch (default: as many as fit)")

@@ -1,15 +1,22 @@
-"""The measurements of benchmarks/gpu.py as JSON and Markdown, written after each one."""
+"""The measurements of benchmarks/gpu.py as JSON and Markdown, written after each one, and the GPU and its own rates."""
 
 from __future__ import annotations
 
 import json
+import platform
+import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from biphasic.model.attention import BACKEND_FUNCTIONS, backend_available
 
 GOALS = {("1b", "clm"): 0.55, ("210m", "clm"): 0.50, ("1b", "mlm"): 0.60, ("210m", "mlm"): 0.60, ("610m", "mlm"): 0.60}
 """MFU to reach on an H100 or H200."""
@@ -23,13 +30,7 @@ class Attempt:
 
 
 class Report:
-    """Collects, prints and writes measurements.
-
-    Args:
-        folder: of the results.
-        device: the files are named after it.
-        until: `time.monotonic()` after which no measurement starts.
-    """
+    """Collects, prints and writes measurements to files that are named after the device. None starts after `until`."""
 
     def __init__(self, folder: Path, device: str, until: float):
         self.path = folder / f"gpu-{'-'.join(device.lower().split())}"
@@ -37,17 +38,14 @@ class Report:
         self.results: dict[str, Any] = {"measured": [], "profiles": {}, "failed": []}
 
     def time_left(self) -> bool:
-        """Whether another measurement may start."""
         return time.monotonic() < self.until
 
     def note(self, key: str, value: Any) -> None:
-        """Add a value of the complete run."""
         self.results[key] = value
         print(f"{key}: {json.dumps(value)}", flush=True)
         self.write()
 
     def add(self, size: str, phase: str, variant: Any, numbers: dict[str, Any]) -> None:
-        """Add a measurement."""
         self.results["measured"].append({"size": size, "phase": phase, "ways": asdict(variant), **numbers})
         of_peak = "" if numbers["mfu"] is None else f", MFU {numbers['mfu']:.1%}"
         first = f", first step {numbers['first_step_seconds']:.1f} s"
@@ -55,7 +53,6 @@ class Report:
         self.write()
 
     def profiled(self, size: str, phase: str, numbers: dict[str, Any]) -> None:
-        """Add the profile of a step."""
         self.results["profiles"][f"{size} {phase}"] = numbers
         self.write()
 
@@ -78,7 +75,6 @@ class Report:
         return next((m for m in self.results["measured"] if (m["size"], m["phase"]) == (size, phase)), None)
 
     def write(self) -> None:
-        """Write both files atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         chosen: dict[str, dict[str, float]] = {}
         for measurement in reversed(self.results["measured"]):
@@ -93,7 +89,6 @@ class Report:
             temporary.replace(self.path.with_name(self.path.name + suffix))
 
     def markdown(self) -> str:
-        """The tables."""
         machine = self.results.get("machine", {})
         lines = [
             f"# Training on one {machine.get('device', 'GPU')}",
@@ -146,3 +141,50 @@ def _layers(variant: dict[str, Any]) -> str:
     if variant["loss_chunks"] != 1:
         words.append(f"chunks of the loss {variant['loss_chunks']:g}")
     return ", ".join(words)
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def roofline(device: str, side: int = 8192, copied: int = 2 << 30) -> dict[str, float]:
+    """FLOP/s of a large bf16 matrix product of random numbers, and bytes/s (read and written) of a large copy."""
+
+    def median(work: Callable[[], object]) -> float:
+        for _ in range(3):
+            work()
+        durations = []
+        for _ in range(10):
+            synchronize(device)
+            start = time.perf_counter()
+            work()
+            synchronize(device)
+            durations.append(time.perf_counter() - start)
+        return statistics.median(durations)
+
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(copied // 4, device=device)
+    target = torch.empty_like(source)
+    return {
+        "matrix_product_flops_per_second": 2 * side**3 / median(lambda: a @ b),
+        "copy_bytes_per_second": 2 * copied / median(lambda: target.copy_(source)),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Device and versions."""
+    import transformers
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,  # pyright: ignore[reportAttributeAccessIssue]
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "attention_backends": [backend for backend in BACKEND_FUNCTIONS if backend_available(backend)],
+        "date": datetime.now(UTC).date().isoformat(),
+    }

@@ -49,19 +49,11 @@ def prepare() -> None:
     """Gather text, train a tokenizer and convert, unless it is done already."""
     python, recipes = sys.executable, "recipes/quickstart"
     biphasic = [python, "-m", "biphasic"]
+    yaml, keys = "yamls/data/quickstart.yaml", ["sequence_length=2048", f"output={WORK}/data"]
     steps = [
         (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
-        (Path("runs/quickstart/tokenizer"), [*biphasic, "tokenizer", "yamls/data/quickstart.yaml", "--size", "8192"]),
-        (
-            WORK / "data" / "conversion.json",
-            [
-                *biphasic,
-                "convert",
-                "yamls/data/quickstart.yaml",
-                "sequence_length=2048",
-                f"output={WORK}/data",
-            ],
-        ),
+        (Path("runs/quickstart/tokenizer"), [*biphasic, "tokenizer", yaml, "--size", "8192"]),
+        (WORK / "data" / "conversion.json", [*biphasic, "convert", yaml, *keys]),
     ]
     for result, command in steps:
         if not result.exists():
@@ -70,7 +62,6 @@ def prepare() -> None:
 
 
 def command(name: str, batches: int, overrides: list[str]) -> list[str]:
-    """The command of one attempt."""
     settings = {
         "run_name": name,
         "output": f"{WORK}/runs",
@@ -88,12 +79,9 @@ def command(name: str, batches: int, overrides: list[str]) -> list[str]:
 
 
 def train(name: str, batches: int, overrides: list[str], kill_at: int | None = None) -> float:
-    """Start the run and wait for its end, or kill all of its processes once batch `kill_at` is logged.
+    """Start the run and wait for its end, or kill all of its processes once batch `kill_at` is logged; returns seconds.
 
     They are also killed when this process ends, even by SIGKILL: otherwise they would keep the GPUs.
-
-    Returns:
-        Seconds.
     """
     start, metrics = time.monotonic(), WORK / "runs" / name / "metrics.jsonl"
     grouped = [sys.executable, "-c", _GROUP, *command(name, batches, overrides)]
@@ -118,16 +106,13 @@ def losses(metrics: Path) -> dict[int, float]:
 
 def figures(metrics: Path) -> dict[str, float]:
     """The run's totals, from its last lines."""
-    totals: dict[str, float] = {}
+    totals, kinds = dict[str, float](), ("throughput/", "time/", "memory/", "data/")
     for entry in read_metrics(metrics):
-        totals |= {
-            key: value for key, value in entry.items() if key.startswith(("throughput/", "time/", "memory/", "data/"))
-        }
+        totals |= {key: value for key, value in entry.items() if key.startswith(kinds)}
     return totals
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The results as Markdown."""
     complete = record["whole"]
     lines = [f"# A run through the switch on {record['machine']['device']}", "",
              f"`{record['command']}`, {record['machine']}", ""]  # fmt: skip
@@ -142,13 +127,12 @@ def markdown(record: dict[str, Any]) -> str:
         identical = (
             f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
         )
-        lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; largest difference "
-                  f"{record['largest_difference']:.3g}."]  # fmt: skip
+        difference = f"largest difference {record['largest_difference']:.3g}"
+        lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; {difference}."]
     return "\n".join(lines) + "\n"
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
-    """Write and print the results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
@@ -156,7 +140,6 @@ def write(record: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    """Train and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--batches", type=int, default=200, help="of each run; the switch is in the middle")

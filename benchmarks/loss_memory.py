@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tables import save
-from workload import MASKING_RATIO, PHASES, command, say
+from workload import MASKING_RATIO, PHASES, report, say
 
 KINDS = ("ours", "full")
 TOKENS = (2048, 4096, 8192, 16384, 32768)
@@ -31,19 +30,10 @@ SPARE = 1 << 30
 def measure(
     tokens: list[int], vocabulary: int, width: int, repeats: int = 1, limit: int | None = None, threads: int = 2
 ) -> dict[str, Any]:
-    """Measure all points.
+    """Measure a point for each objective and number of tokens, whose process may allocate `limit` bytes.
 
-    Args:
-        tokens: positions of each point.
-        vocabulary: rows of the head.
-        width: of the hidden states.
-        repeats: of each point; the largest memory and the smallest time count.
-        limit: bytes that a point's process may allocate; default: the machine's free memory minus `SPARE`.
-        threads: of each.
-
-    Returns:
-        `points`: for each objective and number of tokens, `ours` and `full`: `bytes` and `seconds`, or null where it
-        doesn't fit; `ratio` of the bytes where both do.
+    A point has `ours` and `full`: `bytes` and `seconds`, the largest and the smallest of all repeats, or null where it
+    doesn't fit; and the `ratio` of the bytes where both do.
     """
     points = []
     for phase in PHASES:
@@ -131,7 +121,6 @@ def _free() -> int:
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows = []
     for point in results["points"]:
         cells = []
@@ -143,7 +132,6 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--vocabulary", type=int, default=128_256)
@@ -162,12 +150,11 @@ def main() -> None:
     results = measure(
         options.tokens, options.vocabulary, options.width, options.repeats, options.limit, options.threads
     )
-    header, rows = table(results)
     note = (
         f"Width {options.width}, vocabulary {options.vocabulary:,}, fp32, {options.threads} threads, forward and backward; "
         f"bytes are the process's peak above weights, their gradients and hidden states. MLM predicts {MASKING_RATIO:.0%}."
     )
-    print(save("loss_memory", "The loss without logits", command("bench-loss"), header, rows, results, note=note))
+    report("loss_memory", "The loss without logits", *table(results), results, note=note)
 
 
 if __name__ == "__main__":

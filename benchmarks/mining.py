@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tables import save
-from workload import command, parse_options, say
+from workload import parse_options, report, say
 
 import finetuning
 
@@ -49,7 +48,6 @@ class Shape:
     threads: int = 2
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.pairs:,} pairs, {self.pairs + self.corpus:,} documents of about {self.median} tokens, queries of 8; "
             f"{self.count} negatives of the {self.depth} best; a model in EuroBERT's format, {self.layers} layers of width "
@@ -97,14 +95,8 @@ def sides(
 
     def biphasic(cache: str, out: str) -> Negatives:
         with mock.patch.object(mining, "_load", return_value=embedder):
-            mining.mine(
-                model,
-                str(work / "set"),
-                str(work / out),
-                str(work / cache),
-                shape.count,
-                shape.depth,
-            )
+            folders = (str(work / name) for name in ("set", out, cache))
+            mining.mine(model, *folders, shape.count, shape.depth)
         columns = pq.read_table(work / out / "train.parquet").to_pydict()
         return {query: set(texts) for query, texts in zip(columns["query"], columns["negatives"], strict=True)}
 
@@ -120,7 +112,6 @@ def sides(
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Seconds of each library, part and round, and the share of the negatives that agrees."""
     import torch
 
     torch.set_num_threads(shape.threads)
@@ -149,7 +140,6 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows, compared = [], f" of {min(results['queries'].values()):,} queries"
     for part in PARTS:
         ours, other = (statistics.median(results["seconds"][side][part]) for side in SIDES)
@@ -159,12 +149,11 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    shape = parse_options(Shape, __doc__)
+    shape, _ = parse_options(Shape, __doc__)
     results = measure(shape)
-    header, rows = table(results)
-    title = "Mining hard negatives over sentence-transformers"
-    print(save("mining", title, command("bench-mining"), header, rows, results, note=shape.describe()))
+    report(
+        "mining", "Mining hard negatives over sentence-transformers", *table(results), results, note=shape.describe()
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Needs accelerate, which Hugging Face's Trainer imports: it is in the `dev` extra
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -25,20 +24,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tables import save
 from workload import (
     PHASES,
     Run,
     Shape,
-    add_options,
-    command,
     launch,
+    parse_options,
     prepare,
     rates,
     raw,
+    report,
     run_biphasic,
     say,
-    shape_of,
     take_turns,
 )
 
@@ -46,12 +43,6 @@ GOALS = {"padded": 1.5, "packed": 1.0}
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Run all three in turn; tokens/s by phase, and the ratios of Biphasic to the others.
-
-    Args:
-        shape: what is trained.
-        rounds: runs of each.
-    """
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
         runs = take_turns(
@@ -74,23 +65,16 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def run_hugging_face(folder: Path, way: str, round_: int, shape: Shape) -> Run:
-    """Train both phases with Hugging Face's Trainer in its own process.
-
-    Args:
-        folder: the prepared one.
-        way: `padded` or `packed`.
-        round_: number of the round, from 0.
-        shape: that was prepared.
-    """
+    """Train both phases with Hugging Face's Trainer in its own process, `padded` or `packed`."""
     say(f"{way}-{round_}: Hugging Face's Trainer")
     (folder / "shape.json").write_text(json.dumps(vars(shape)), encoding="utf-8")
     out = folder / f"{way}-{round_}.json"
-    started = launch([str(Path(__file__)), "--part", way, str(folder), str(out)], 1, shape.threads)
+    script = str(Path(__file__).with_name("hugging_face.py"))
+    started = launch([script, "pretrain", str(folder), way, str(out)], 1, shape.threads)
     return Run(started=started, **json.loads(out.read_text(encoding="utf-8")))
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows = []
     for phase in PHASES:
         for name in ("ours", *GOALS):
@@ -105,23 +89,11 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser, steps=10)
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    shape, options = parse_options(Shape, __doc__, steps=10, rounds=3)
     if importlib.util.find_spec("accelerate") is None:
         sys.exit("accelerate isn't installed, which Hugging Face's Trainer needs: uv pip install '.[dev]', or make env")
-    if options.part:
-        from hugging_face import run
-
-        run(options.part[0], Path(options.part[1]), Path(options.part[2]))
-        return
-    shape = shape_of(options)
     results = measure(shape, options.rounds)
-    header, rows = table(results)
-    title = "Biphasic against Hugging Face's Trainer"
-    print(save("peers", title, command("bench-peers"), header, rows, results, note=shape.describe()))
+    report("peers", "Biphasic against Hugging Face's Trainer", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

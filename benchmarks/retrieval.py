@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import save
-from workload import ROOT, command, launch, parse_options, say
+from workload import ROOT, launch, parse_options, report, say
 
 import finetuning
 
@@ -50,7 +48,6 @@ class Shape:
     threads: int = 2
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.steps} steps of {self.batch} pairs, the first {self.dropped} not timed; queries of 4 to 12 words, "
             f"documents lognormal around {self.median} (sigma {self.spread}, at most {self.longest}); "
@@ -103,11 +100,6 @@ def prepare(folder: Path, shape: Shape) -> None:
     (folder / "shape.json").write_text(json.dumps(asdict(shape)))
 
 
-def read_shape(folder: Path) -> Shape:
-    """The shape that `prepare` wrote."""
-    return Shape(**json.loads((folder / "shape.json").read_text()))
-
-
 def train_biphasic(folder: Path, seed: int, shape: Shape) -> dict[str, Any]:
     """Train and score with `src/main.py`: seconds of each step after the first, NDCG@10, last loss."""
     import yaml
@@ -135,8 +127,8 @@ def train_biphasic(folder: Path, seed: int, shape: Shape) -> dict[str, Any]:
 def train_sentence_transformers(folder: Path, seed: int, shape: Shape) -> dict[str, Any]:
     """Train and score with sentence-transformers in its own process: as `train_biphasic`."""
     out = folder / f"sentence-transformers-{seed}.json"
-    script = str(ROOT / "benchmarks" / "retrieval_sentence_transformers.py")
-    launch([script, str(folder), str(seed), str(out)], 1, shape.threads)
+    script = str(ROOT / "benchmarks" / "hugging_face.py")
+    launch([script, "retrieval", str(folder), str(seed), str(out)], 1, shape.threads)
     return json.loads(out.read_text())
 
 
@@ -178,22 +170,15 @@ def training_rows(rates: dict[str, dict[str, float]]) -> list[list[str]]:
     ]
 
 
-def write_page(shape: Shape, results: dict[str, Any], rows: Sequence[list[str]]) -> str:
-    """Write the results and return the page."""
-    header = ["", "rate", "Biphasic over it", "goal", "quality on held-out queries"]
-    title = "Retrieval over sentence-transformers"
-    numbers = {"shape": asdict(shape), **results}
-    return save("retrieval", title, command("bench-retrieval"), header, list(rows), numbers, note=shape.describe())
-
-
 def main() -> None:
-    """Measure and write the table."""
-    shape = parse_options(Shape, __doc__)
+    shape, _ = parse_options(Shape, __doc__)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "work"
         prepare(folder, shape)
         training = measure_training(folder, shape)
-    print(write_page(shape, {"training": training}, training_rows(training["rates"])))
+    header = ["", "rate", "Biphasic over it", "goal", "quality on held-out queries"]
+    numbers, rows = {"shape": asdict(shape), "training": training}, training_rows(training["rates"])
+    report("retrieval", "Retrieval over sentence-transformers", header, rows, numbers, note=shape.describe())
 
 
 if __name__ == "__main__":

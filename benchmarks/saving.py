@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import save
-from workload import write_tokenizer
+from workload import report, write_tokenizer
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
+LENGTH = 512
 
 
 def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, Any]:
-    """Seconds of the steps by stretch, of the wait, and of a plain copy; and their ratios."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         server, bucket = serve_bucket(folder)
@@ -42,7 +41,6 @@ def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, 
 
 def _run(folder: Path, destination: str, stretches: int, steps: int, width: int) -> dict[str, Any]:
     import yaml
-    from open_dataset import LENGTH, write_rows
 
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
@@ -92,6 +90,19 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
     }
 
 
+def write_rows(folder: Path, rows: int) -> None:
+    """Write rows of `LENGTH` random tokens, in the columns of a conversion."""
+    import numpy as np
+    from streaming import MDSWriter
+
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+    generator = np.random.default_rng(0)
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 22) as out:
+        for _ in range(rows):
+            tokens = generator.integers(0, 1 << 16, LENGTH, dtype=np.uint16)
+            out.write({"tokens": tokens, "lengths": np.array([LENGTH], np.uint32)})
+
+
 def _copies(size: int, count: int) -> list[float]:
     """Seconds of `count` copies of `size` bytes in the host's memory."""
     source = torch.ones(size // 4)
@@ -120,7 +131,6 @@ def serve_bucket(folder: Path) -> tuple[Any, str]:
 
 
 def main() -> None:
-    """Measure, and write results/saving.{json,md}."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stretches", type=int, default=6)
     parser.add_argument("--steps", type=int, default=15)
@@ -128,8 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     results = measure(options.stretches, options.steps, options.width)
     rows = [[name.replace("_", " "), json.dumps(value)] for name, value in results.items()]
-    command = "python benchmarks/saving.py " + " ".join(f"--{name} {value}" for name, value in vars(options).items())
-    print(save("saving", "The cost of saving to S3", command, ["", "measured"], rows, results))
+    report("saving", "The cost of saving to S3", ["", "measured"], rows, results)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,24 @@ Efficiency is the speed of two ranks over twice the speed of one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agreement import Agreement, Disagreement
-from tables import save
 from workload import (
+    Agreement,
+    Disagreement,
     Run,
     Shape,
-    add_options,
-    command,
+    parse_options,
     prepare,
     rates,
     raw,
+    report,
     run_bare_loop,
     run_biphasic,
-    shape_of,
     take_turns,
 )
 
@@ -45,15 +43,7 @@ WAYS = {
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Run each in turn.
-
-    Args:
-        shape: what is trained; its rows are even.
-        rounds: runs of each.
-
-    Raises:
-        Disagreement: they don't train the same model.
-    """
+    """Run each in turn; the shape's rows are even. Raises a Disagreement if they don't train the same model."""
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
         agreed = Agreement()
@@ -91,7 +81,6 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows = []
     for name, (label, _, _) in WAYS.items():
         speed = results["rates"][name]["both"]["tokens_per_second"]
@@ -101,18 +90,12 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser, threads=1, rounds=2, steps=12)
-    options = parser.parse_args()
-    shape = shape_of(options)
+    shape, options = parse_options(Shape, __doc__, threads=1, rounds=2, steps=12)
     try:
         results = measure(shape, options.rounds)
     except Disagreement as error:
         sys.exit(str(error))
-    header, rows = table(results)
-    title = "Two ranks against one"
-    print(save("scaling", title, command("bench-scaling"), header, rows, results, note=shape.describe()))
+    report("scaling", "Two ranks against one", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

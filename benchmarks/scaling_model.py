@@ -129,9 +129,7 @@ def step(size: Architecture, strategy: str, gpus: int, machine: Machine, work: W
         return None
     count, speed, predicted = rows // micro, machine.peak * work.mfu, 1.0 if work.causal else work.masked
     flops = size.flops([work.segment], work.causal, predicted * work.segment) / work.segment
-    microbatch_seconds = (
-        micro * work.row_tokens + work.overhead_tokens
-    ) / speed  # seconds of a microbatch for a FLOP a token
+    microbatch_seconds = (micro * work.row_tokens + work.overhead_tokens) / speed  # for a FLOP a token
     head = 6 * size.vocab_size * size.hidden * predicted
     forward, head_backward = microbatch_seconds * (flops - head) / size.layers / 3, microbatch_seconds * head * 2 / 3
     if strategy == "ddp":
@@ -140,9 +138,8 @@ def step(size: Architecture, strategy: str, gpus: int, machine: Machine, work: W
         exposed, root = _sharded(size, gpus // shards, shards, machine, work.reshard, forward, head_backward)
         exposed, root = count * exposed, count * root  # Composer communicates in every microbatch
     optimizer = OPTIMIZER_BYTES * size.parameters / shards / machine.memory_bandwidth
-    return Step(
-        count * microbatch_seconds * flops, exposed, root, optimizer, rows * work.row_tokens * flops / speed, count
-    )
+    ideal = rows * work.row_tokens * flops / speed
+    return Step(count * microbatch_seconds * flops, exposed, root, optimizer, ideal, count)
 
 
 def _ddp(size: Architecture, gpus: int, machine: Machine, backward: float) -> tuple[float, float]:
@@ -167,11 +164,11 @@ def _sharded(
     second_gather = gather if reshard else 0.0
     backward = max(second_gather + reduce, sync)  # NVLink and network at the same time
     layers = (size.layers - 1) * (max(0.0, gather - forward) + max(0.0, backward - 2 * forward))
-    end_seconds, root_seconds = (
+    last_layer, root_seconds = (
         gather + max(0.0, second_gather - head) + reduce + sync,
         gather_root + reduce_root + sync_root,
     )
-    return layers + end_seconds + root_seconds, root_seconds
+    return layers + last_layer + root_seconds, root_seconds
 
 
 def limit(size: Architecture, strategy: str, gpus: int, machine: Machine, work: Work) -> str:
@@ -218,20 +215,12 @@ def summary(works: dict[str, Work], machine: Machine, counts: list[int], floor: 
         efficiencies = {n: step_.efficiency for n, step_ in steps.items() if step_}
         last = max((n for n in efficiencies if efficiencies[n] >= floor), default=0)
         cause = limit(size, strategy, next((n for n in efficiencies if n > last), last), machine, work)
-        rows.append(
-            [
-                name,
-                strategy,
-                *(f"{efficiencies[n]:.0%}" if n in efficiencies else "-" for n in counts),
-                str(last),
-                cause,
-            ]
-        )
+        shares = (f"{efficiencies[n]:.0%}" if n in efficiencies else "-" for n in counts)
+        rows.append([name, strategy, *shares, str(last), cause])
     return _markdown(["size", "strategy", *map(str, counts), f"last ≥ {floor:.0%}", "then"], rows)
 
 
 def table(name: str, work: Work, machine: Machine, counts: list[int]) -> str:
-    """All GPU counts and strategies of a size."""
     rows: list[list[str]] = []
     for gpus, strategy in product(counts, STRATEGIES):
         step_, row = step(PRESETS[name], strategy, gpus, machine, work), [str(gpus), f"{work.rows / gpus:g}", strategy]
@@ -245,7 +234,6 @@ def table(name: str, work: Work, machine: Machine, counts: list[int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--gpus", nargs="*", type=int, default=[8, 16, 32, 64, 128, 192, 256, 288, 384, 512])
@@ -269,9 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     print("GPUs that divide the rows, in complete machines:", *divisors(options["rows"], options["per_node"]))
     for network in (Network("your network", *options["network"]),) if options["network"] else NETWORKS:
         machine_ = Machine(network, **machine)
-        print(
-            f"\n## {network.name}: assumed, not measured\n\n{summary(works, machine_, options['gpus'], options['floor'])}"
-        )
+        shown = summary(works, machine_, options["gpus"], options["floor"])
+        print(f"\n## {network.name}: assumed, not measured\n\n{shown}")
         for name in works if not options["summary"] else ():
             print(f"\n### {name}, {network.name}\n\n{table(name, works[name], machine_, options['gpus'])}")
 

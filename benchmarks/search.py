@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tables import save
-from workload import ROOT, command, parse_options, say
+from workload import ROOT, parse_options, report, say
 
 SIZES = (10_000, 100_000, 1_000_000)
 
@@ -28,7 +27,6 @@ class Shape:
     threads: int = 2
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.queries} queries, width {self.width}, the nearest {self.k:,}, {self.threads} threads. Peak memory is of "
             "the complete process with torch; seconds are of the search, including reads from disk."
@@ -70,7 +68,6 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
 
 
 def measure(shape: Shape, sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
-    """Measure all sizes, each in its own process."""
     results: dict[str, Any] = {"shape": asdict(shape), "sizes": {}}
     for documents in sizes:
         with tempfile.TemporaryDirectory(dir=ROOT / "benchmarks") as folder:
@@ -83,7 +80,6 @@ def measure(shape: Shape, sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     rows = []
     for documents, of_size in results["sizes"].items():
         vectors = 4 * int(documents) * results["shape"]["width"]
@@ -95,16 +91,13 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table; with `--search`, search once."""
     if sys.argv[1:2] == ["--search"]:
         folder, documents, shape = sys.argv[2:]
         print(json.dumps(search(Path(folder), int(documents), Shape(**json.loads(shape)))))
         return
-    shape = parse_options(Shape, __doc__)
+    shape, _ = parse_options(Shape, __doc__)
     results = measure(shape)
-    header, rows = table(results)
-    print(save("search", "Exact search as the corpus grows", command("bench-search"), header, rows, results,
-               note=shape.describe()))  # fmt: skip
+    report("search", "Exact search as the corpus grows", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

@@ -8,19 +8,17 @@ the loops are timed, without imports, loading, tokenization and scoring.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tables import save
-from workload import ROOT, command, say
+from workload import ROOT, parse_options, report, say
 
 import finetuning
 
@@ -46,7 +44,6 @@ class Shape:
         return len(RATES) * self.seeds
 
     def describe(self) -> str:
-        """A line for the page."""
         return (
             f"{self.trials} trials ({len(RATES)} rates, {self.seeds} seeds) of {self.steps} steps of 32 texts (median "
             f"{self.median} tokens), {self.layers} layers of width {self.width}, {self.at_once} at a time, a thread each"
@@ -141,7 +138,6 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Time the sweep between the halves of the bare loops; their ratio."""
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary) / "work", shape)
         before = run_bare(path, shape.at_once, 0)
@@ -167,7 +163,6 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     at_once, total = results["shape"]["at_once"], results["bare_seconds"]
     rows = [["bare loops", f"{total:,.1f}", "1.00", ""]]
     for name, seconds in (("Composer's loops in the trials", results["train_seconds"]), ("trials, with loading and scoring",
@@ -183,19 +178,13 @@ def _alone() -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
-    options = vars(parser.parse_args())
-    if (part := options.pop("part")) is not None:
-        run_bare_part(Path(part[0]), int(part[1]), int(part[2]), Path(part[3]))
+    if sys.argv[1:2] == ["--part"]:
+        path, part, parts, out = sys.argv[2:]
+        run_bare_part(Path(path), int(part), int(parts), Path(out))
         return
-    results = measure(Shape(**options))
-    header, rows = table(results)
-    title = "A sweep against bare training loops"
-    print(save("sweep", title, command("bench-sweep"), header, rows, results, note=Shape(**options).describe()))
+    shape, _ = parse_options(Shape, __doc__)
+    results = measure(shape)
+    report("sweep", "A sweep against bare training loops", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

@@ -12,27 +12,25 @@ by the median of the step's phase. The bare loop writes nothing: its cost shows 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from agreement import Agreement, Disagreement
-from tables import save
 from workload import (
     PHASES,
+    Agreement,
+    Disagreement,
     Run,
     Shape,
-    add_options,
-    command,
+    parse_options,
     prepare,
     rates,
     raw,
+    report,
     run_bare_loop,
     run_biphasic,
-    shape_of,
     take_turns,
 )
 
@@ -40,16 +38,6 @@ GOAL = 0.95
 
 
 def measure(shape: Shape, rounds: int, seed: int | None = None) -> dict[str, Any]:
-    """Run both in turn.
-
-    Args:
-        shape: what is trained.
-        rounds: runs of each.
-        seed: of the bare loop; default: the trainer's. Another seed makes them disagree.
-
-    Raises:
-        Disagreement: they don't train the same model.
-    """
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
         agreed, label = Agreement(), "Biphasic and the bare loop"
@@ -84,7 +72,6 @@ def switch_cost(run: Run, shape: Shape, medians: dict[str, dict[str, float]]) ->
 
 
 def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows."""
     biphasic_rates, bare_rates = results["rates"]["ours"], results["rates"]["bare"]
     rows = []
     for phase in PHASES:
@@ -105,19 +92,12 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    parser.add_argument("--bare-seed", type=int, help="another seed for the bare loop, which the benchmark must refuse")
-    options = parser.parse_args()
-    shape = shape_of(options)
+    shape, options = parse_options(Shape, __doc__, rounds=3, bare_seed=None)
     try:
         results = measure(shape, options.rounds, options.bare_seed)
     except Disagreement as error:
         sys.exit(str(error))
-    header, rows = table(results)
-    title = "Biphasic's trainer against a bare PyTorch loop"
-    print(save("train", title, command("bench-train"), header, rows, results, note=shape.describe()))
+    report("train", "Biphasic's trainer against a bare PyTorch loop", *table(results), results, note=shape.describe())
 
 
 if __name__ == "__main__":

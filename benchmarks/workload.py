@@ -1,4 +1,4 @@
-"""Shared by the training benchmarks: documents, shards, a YAML, and processes that run the trainer and the bare loop.
+"""Shared by the benchmarks: options, tables of results, and runs of the trainer and the bare loop on the same rows.
 
 Everything depends on a seed. Documents have log-normal lengths and are packed best-fit into rows; CLM comes first,
 MLM second. Everything runs on the CPU, in fp32.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -17,6 +18,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +28,9 @@ import numpy as np
 
 ShapeType = TypeVar("ShapeType")
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+AGREE = 1e-4
+"""Nats by which the losses of the same step of two runs may differ."""
 PHASES = ("clm", "mlm")
 MASKING_RATIO = 0.4
 PAD, BOS, EOS, MASK = range(4)
@@ -76,38 +82,53 @@ class Shape:
         )
 
 
-def add_options(parser: ArgumentParser, **defaults: int) -> None:
-    """An option for each field of `Shape`, and `--rounds`."""
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, default=defaults.get(field.name, field.default))
-    parser.add_argument("--rounds", type=int, default=defaults.get("rounds", 3), help="runs of each, in turn")
-
-
-def shape_of(options: Namespace) -> Shape:
-    """The shape that the options describe."""
-    return Shape(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)})
-
-
-def parse_options(shape: type[ShapeType], description: str | None) -> ShapeType:
-    """Parse the command line: an option for each field of a shape of numbers."""
+def parse_options(shape: type[ShapeType], description: str | None, **defaults: Any) -> tuple[ShapeType, Namespace]:
+    """Parse the command line: an option for each field of a shape of numbers, and for each further name in `defaults`."""
     parser = ArgumentParser(description=(description or "").splitlines()[0])
-    for field in dataclasses.fields(shape):  # pyright: ignore[reportArgumentType]
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    return shape(**vars(parser.parse_args()))
+    fields = {field.name: field.default for field in dataclasses.fields(shape)}  # pyright: ignore[reportArgumentType]
+    for name, default in {**fields, **defaults}.items():
+        kind = int if default is None else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=default)
+    options = parser.parse_args()
+    return shape(**{name: getattr(options, name) for name in fields}), options
 
 
-def command(name: str) -> str:
-    """The command that started this process, for the result's page."""
-    return (
-        " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]) if sys.argv[1:] else f"make {name}"
+def report(
+    name: str,
+    title: str,
+    header: list[str],
+    rows: list[list[str]],
+    numbers: dict[str, Any],
+    note: str | None = None,
+) -> None:
+    """Write and print `results/NAME.md`, a table with the machine it was measured on; all `numbers` are in `NAME.json`."""
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    about, date = machine(), datetime.now(UTC).date().isoformat()
+    described = f"`{command}`, {date}: " + ", ".join(f"{key} {value}" for key, value in about.items())
+    lines = [f"# {title}", "", described, "", *([] if note is None else [note, ""])]
+    table = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    text = "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table)]) + "\n"
+    RESULTS.mkdir(exist_ok=True)
+    content = {"title": title, "command": command, "date": date, "machine": about, **numbers}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that may be used, memory, and the versions that matter."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
     )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    packages = ("torch", "transformers", "tokenizers", "mosaicml", "mosaicml-streaming", "pyarrow", "ray")
+    about = {"processor": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
+    return {**about, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def documents(shape: Shape) -> list[np.ndarray]:
-    """Token ids (uint16 [n] for each document) of documents with `shape.tokens` tokens in all.
-
-    Small ids are more frequent, so that losses fall and depend on the batch.
-    """
+    """Token ids, uint16 [n], of documents with `shape.tokens` tokens in all; small ids are more frequent."""
     generator = np.random.default_rng(shape.seed)
     mu = np.log(shape.mean) - 0.5
     texts, total = [], 0
@@ -133,13 +154,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def prepare(folder: Path, shape: Shape) -> Path:
-    """Write shards, tokenizer, `batches.pt` and the run's YAML into a folder.
-
-    `batches.pt` holds the batches in the run's order, for a loop that reads no shards.
-
-    Returns:
-        The YAML.
-    """
+    """Write shards, tokenizer, `batches.pt` (the run's batches in order) and the run's YAML, which is returned."""
     import torch
     import yaml
 
@@ -219,19 +234,38 @@ class Run:
         return [end - before for before, end in zip([self.began, *self.ends], self.ends, strict=False)]
 
 
+class Disagreement(Exception):
+    """Two runs that should train the same model do not."""
+
+
+class Agreement:
+    """Compares each run's losses with the first run's as soon as it ends, so that a wrong benchmark stops early."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        """Largest difference so far, in nats."""
+        self._first: Run | None = None
+
+    def __call__(self, run: Run, label: str) -> Run:
+        """Return the run. Raises a Disagreement if its losses differ, or their number."""
+        first = self._first = self._first or run
+        if len(first.losses) != len(run.losses):
+            raise Disagreement(f"{label}: {len(first.losses)} steps against {len(run.losses)}")
+        for step, (expected, loss) in enumerate(zip(first.losses, run.losses, strict=True), 1):
+            # In this form a NaN counts as a difference.
+            if not abs(expected - loss) <= AGREE:
+                raise Disagreement(
+                    f"{label}: at step {step} the losses are {expected:.6f} and {loss:.6f}, more than {AGREE} apart: "
+                    "they don't train the same model on the same batches, so their times can't be compared"
+                )
+            self.largest = max(self.largest, abs(expected - loss))
+        return run
+
+
 def launch(arguments: list[str], ranks: int, threads: int) -> float:
-    """Run a script of this repository until its ranks have ended: with `python` for one rank, with a launcher for more.
+    """Run a script with its arguments until its ranks have ended, and return the time of its start, since the epoch.
 
-    Args:
-        arguments: the script and its arguments; `main.py` is started by `composer`, others by `torchrun`.
-        ranks: processes.
-        threads: of each rank.
-
-    Returns:
-        The time of its start, seconds since the epoch.
-
-    Raises:
-        RuntimeError: it failed; the message has the end of its output.
+    With several ranks, `composer` starts `main.py`, and `torchrun` others. A RuntimeError has the end of its output.
     """
     launcher: list[str] = []
     if ranks > 1:
@@ -240,28 +274,15 @@ def launch(arguments: list[str], ranks: int, threads: int) -> float:
         launcher = ["-m", *(["composer.cli.launcher", "-n"] if is_biphasic else torchrun), str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     started = time.time()
-    run = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, *launcher, *arguments]
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if run.returncode:
         raise RuntimeError(f"{' '.join(arguments)} ended with {run.returncode}:\n{run.stdout[-4000:]}")
     return started
 
 
 def run_biphasic(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -> Run:
-    """Train with Biphasic, as users do.
-
-    Args:
-        path: what `prepare` returned.
-        name: of the run, a new one each time.
-        shape: that was prepared.
-        ranks: processes.
-        overrides: further keys, `key=value`.
-    """
+    """Train with Biphasic, as users do, with the YAML of `prepare` and a new name."""
     say(f"{name}: Biphasic, {ranks} ranks")
     started = launch([str(ROOT / "src" / "main.py"), str(path), f"run_name={name}", *overrides], ranks, shape.threads)
     folder = path.parent / "runs" / name
@@ -294,15 +315,7 @@ def _first_batch(folder: Path) -> float:
 
 
 def run_bare_loop(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int | None = None) -> Run:
-    """Train the same model on the same batches in the bare loop.
-
-    Args:
-        path: what `prepare` returned.
-        name: of the run.
-        shape: that was prepared.
-        ranks: processes.
-        seed: of the initial weights and the masks; default the YAML's.
-    """
+    """Train the same model on the same batches in the bare loop. `seed`: of weights and masks, by default the same."""
     say(f"{name}: the bare loop, {ranks} ranks")
     out = path.parent / f"{name}.json"
     script = str(Path(__file__).with_name("bare_loop.py"))
@@ -319,10 +332,7 @@ def rates(runs: list[Run], shape: Shape) -> dict[str, dict[str, float]]:
     by_phase: dict[str, dict[str, float]] = {}
     for index, phase in enumerate(PHASES):
         steps = [(run.seconds[step], run.tokens[step]) for run in runs for step in shape.timed(index)]
-        seconds, tokens = (
-            statistics.median(duration for duration, _ in steps),
-            statistics.mean(count for _, count in steps),
-        )
+        seconds, tokens = statistics.median(step[0] for step in steps), statistics.mean(step[1] for step in steps)
         by_phase[phase] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
     seconds, tokens = (sum(phase_rates[key] for phase_rates in by_phase.values()) for key in ("seconds", "tokens"))
     by_phase["both"] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
@@ -332,14 +342,9 @@ def rates(runs: list[Run], shape: Shape) -> dict[str, dict[str, float]]:
 def raw(runs: list[Run]) -> list[dict[str, Any]]:
     """All measurements, for the JSON."""
     return [
-        {
-            "start_seconds": round(run.start_seconds, 3),
-            "step_seconds": [round(value, 4) for value in run.seconds],
-            "tokens": run.tokens,
-            "losses": [round(value, 6) for value in run.losses],
-        }
-        for run in runs
-    ]
+        {"start_seconds": round(run.start_seconds, 3), "step_seconds": [round(value, 4) for value in run.seconds],
+         "tokens": run.tokens, "losses": [round(value, 6) for value in run.losses]} for run in runs
+    ]  # fmt: skip
 
 
 def take_turns(rounds: int, starters: dict[str, Callable[[int], Run]]) -> dict[str, list[Run]]:
@@ -352,5 +357,4 @@ def take_turns(rounds: int, starters: dict[str, Callable[[int], Run]]) -> dict[s
 
 
 def say(text: str) -> None:
-    """Print a line of progress, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -7,25 +7,21 @@ that Composer's Trainer takes need Composer.
 TYPE_CHECKING = False  # typing's, which is not imported here: `import biphasic` imports nothing else
 if TYPE_CHECKING:
     from biphasic.data.packing import pack
-    from biphasic.model.attention_check import check_attention
     from biphasic.model.losses import cross_entropy_at_targets
-    from biphasic.model.packing_probe import packed_attention
+    from biphasic.model.probe import check_attention, packed_attention
     from biphasic.objectives.batch import step_of
-    from biphasic.objectives.clm import clm_targets
-    from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
     from biphasic.objectives.objective import CLM, MLM, Objective, Ramp, Replacement
+    from biphasic.objectives.targets import Vocabulary, clm_targets, mlm_inputs_and_targets
     from biphasic.training.optimizer import WarmupStableDecay
     from biphasic.training.switch import ObjectiveSwitch
 
 _MODULES = {
     "data.packing": ("pack",),
-    "model.attention_check": ("check_attention",),
-    "model.packing_probe": ("packed_attention",),
     "model.losses": ("cross_entropy_at_targets",),
+    "model.probe": ("check_attention", "packed_attention"),
     "objectives.batch": ("step_of",),
-    "objectives.clm": ("clm_targets",),
-    "objectives.mlm": ("Vocabulary", "mlm_inputs_and_targets"),
     "objectives.objective": ("CLM", "MLM", "Objective", "Ramp", "Replacement"),
+    "objectives.targets": ("Vocabulary", "clm_targets", "mlm_inputs_and_targets"),
     "training.optimizer": ("WarmupStableDecay",),
     "training.switch": ("ObjectiveSwitch",),
 }

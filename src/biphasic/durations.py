@@ -30,10 +30,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: object) -> Duration:
-        """Parse a duration such as `21000ba`, `0.5dur`, `50_000_000_000tok`, `2ep` or `4096sp`.
-
-        Raises a ValueError that says what was expected.
-        """
+        """Parse a duration such as `21000ba`, `0.5dur` or `50_000_000_000tok`. Raises a ValueError."""
         if isinstance(text, Duration):
             return text
         match = _PATTERN.match(text) if isinstance(text, str) else None
@@ -94,7 +91,6 @@ class TrainingProgress:
         return cls(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
     def in_unit(self, unit: str) -> int:
-        """Return the count in `unit` (`ba`, `sp`, `tok` or `ep`)."""
         return {"ba": self.batches, "sp": self.rows, "tok": self.tokens, "ep": self.epochs}[unit]
 
     def reached(self, when: Duration) -> bool:
@@ -116,11 +112,9 @@ class BatchShape:
 
     @property
     def size(self) -> int:
-        """Number of tokens in a batch, including padding."""
         return self.rows * self.row_length
 
     def in_unit(self, unit: str) -> int:
-        """Return the size of a batch in `unit` (`ba`, `sp` or `tok`)."""
         return {"ba": 1, "sp": self.rows, "tok": self.size}[unit]
 
 

@@ -1,7 +1,7 @@
 """Run the job of a YAML configuration, or check it and print its plan.
 
 composer src/main.py yamls/quickstart.yaml [key=value ...]
-python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--memory] [--ranks N]
+python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
 """
@@ -44,7 +44,6 @@ _JOBS_OF_OPTIONS = {
     "stage": ("study",),
     "limit": ("sweep", "study"),
     "retry_failed": ("sweep", "study"),
-    "memory": ("pretrain",),
 }
 _SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
 
@@ -70,7 +69,7 @@ def _main(arguments: list[str] | None) -> int:
             raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
     if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
-    for name in ("memory", "json", "ranks"):
+    for name in ("json", "ranks"):
         if getattr(options, name) and not options.plan:
             raise UserError(f"--{name} belongs to --plan")
     options.ranks = ranks

@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
 
 @pytest.fixture
 def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module("tables"), "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(module("workload"), "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
 
@@ -50,13 +50,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not run.returncode, run.stderr
         elif script == "bare_loop.py" and ranks == 1:
             module("bare_loop").main(arguments[1:])
-        elif script == "peers.py":
-            way, folder, out = arguments[2:]
+        elif script == "hugging_face.py":
             with monkeypatch.context() as context:
                 # Earlier tests of this process leave Composer's variables, with which accelerate expects MASTER_ADDR.
                 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
                     context.delenv(name, raising=False)
-                module("hugging_face").run(way, Path(folder), Path(out))
+                module("hugging_face").main(*arguments[1:])
         else:
             return launch_processes(arguments, ranks, threads)
         return started
@@ -109,15 +108,17 @@ def test_loops_that_train_different_models_are_refused(results_folder: Path, mon
 
 
 def test_a_late_difference_a_nan_and_a_missing_step_are_refused() -> None:
-    workload, agreement = module("workload"), module("agreement")
+    workload = module("workload")
     one = workload.Run(started=0, began=0, ends=[1, 2, 3], losses=[3.0, 2.0, 1.0], tokens=[1, 1, 1])
-    near = dataclasses.replace(one, losses=[3.0, 2.00009, 1.0])
-    assert agreement.require_same(one, near, "these") == pytest.approx(9e-5)
+    agreed = workload.Agreement()
+    for run in (one, dataclasses.replace(one, losses=[3.0, 2.00009, 1.0])):
+        assert agreed(run, "these") is run
+    assert agreed.largest == pytest.approx(9e-5)
     for losses in ([3.0, 2.0, 1.0002], [3.0, float("nan"), 1.0]):
-        with pytest.raises(agreement.Disagreement, match=r"these: at step [23]"):
-            agreement.require_same(one, dataclasses.replace(one, losses=losses), "these")
-    with pytest.raises(agreement.Disagreement, match="3 steps against 2"):
-        agreement.require_same(one, dataclasses.replace(one, losses=[3.0, 2.0]), "these")
+        with pytest.raises(workload.Disagreement, match=r"these: at step [23]"):
+            agreed(dataclasses.replace(one, losses=losses), "these")
+    with pytest.raises(workload.Disagreement, match="3 steps against 2"):
+        agreed(dataclasses.replace(one, losses=[3.0, 2.0]), "these")
 
 
 def test_rates_leave_out_the_first_steps_of_each_phase() -> None:

@@ -36,7 +36,7 @@ def module(name: str) -> ModuleType:
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Hugging Face's Trainer needs accelerate")
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_both_sides_have_the_same_model_and_texts(model: str, tmp_path: Path) -> None:
-    benchmark, hugging_face = module("finetuning"), module("finetuning_hugging_face")
+    benchmark, hugging_face = module("finetuning"), module("hugging_face")
     shape = benchmark.Shape(**TINY)
     benchmark.prepare(tmp_path / "work", shape)
     (tmp_path / "work" / "shape.json").write_text(json.dumps(asdict(shape)))
@@ -57,7 +57,7 @@ def test_both_sides_have_the_same_model_and_texts(model: str, tmp_path: Path) ->
         classifier.dense.register_forward_pre_hook(lambda _, given: pooled.append(given[0]))
         classifier(batch["input_ids"], batch["attention_mask"], torch.zeros(8, dtype=torch.int64))
     torch.testing.assert_close(pooled[0], expected, atol=1e-5, rtol=1e-4)
-    results = hugging_face.run(tmp_path / "work", model, 0, "padded")
+    results = hugging_face.classify(tmp_path / "work", model, 0, "padded")
     assert len(results["seconds"]) == len(results["tokens"]) == shape.steps - 1
     assert 0 <= results["accuracy"] <= 1
 
@@ -102,12 +102,12 @@ def test_pairs_a_second() -> None:
 @pytest.mark.slow
 def test_both_sides_of_retrieval_train_the_same_model(tmp_path: Path) -> None:
     """The losses of the first and only step are about the same: other orders of pairs, the same weights and batch size."""
-    benchmark, peer = module("retrieval"), module("retrieval_sentence_transformers")
+    benchmark, peer = module("retrieval"), module("hugging_face")
     shape = benchmark.Shape(
         steps=1, batch=64, tokens=512, held_out=20, width=32, layers=2, words=200, longest=64, threads=1
     )
     benchmark.prepare(tmp_path / "work", shape)
-    ours, theirs = benchmark.train_biphasic(tmp_path / "work", 0, shape), peer.run(tmp_path / "work", 0)
+    ours, theirs = benchmark.train_biphasic(tmp_path / "work", 0, shape), peer.retrieve(tmp_path / "work", 0)
     assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-4)
     assert theirs["ndcg"] == pytest.approx(ours["ndcg"], abs=1e-3)
 

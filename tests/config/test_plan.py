@@ -208,7 +208,7 @@ def test_machines_that_would_download_the_same_shards(monkeypatch: pytest.Monkey
 def test_the_line_of_memory_says_what_it_counts() -> None:
     config = load(ROOT / "yamls" / "1b_biphasic.yaml", ["parallelism.strategy=fsdp"], 8)
     assert isinstance(config, PretrainConfig)
-    line = "memory a rank  2.82 GB weights, gradients and optimizer; --memory also estimates activations"
+    line = "memory a rank  2.82 GB weights, gradients and optimizer; benchmarks/rehearse.py adds activations"
     assert line in plan(config, 8).describe()
 
 

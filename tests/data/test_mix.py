@@ -21,7 +21,7 @@ from biphasic.data.streaming import build_loader
 from biphasic.data.streams import read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.objectives import mlm
+from biphasic.objectives import targets as mlm
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit, upload
 from helpers.tiny import LENGTH, config_of, losses, release_streaming, train

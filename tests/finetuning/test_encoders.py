@@ -39,8 +39,8 @@ from biphasic.model.encoder import (
     load_text_tokenizer,
 )
 from biphasic.model.language_model import from_hf_config, llama_config
-from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
+from biphasic.model.probe import switch_to_packed_attention
 from biphasic.model.segments import Segments
 from conftest import Write
 from helpers.families import MAKERS, bert, bert_tokenizer, ettin, qwen3

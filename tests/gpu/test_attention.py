@@ -61,7 +61,7 @@ def choose(variant: str) -> str:
 
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("variant", [*(f"varlen by {name}" for name in kernels.KERNELS), "flash2", "flex", "sdpa"])
+@pytest.mark.parametrize("variant", [*(f"varlen by {name}" for name in kernels.KERNELS), "flex", "sdpa"])
 def test_backends_equal_the_reference(variant: str, causal: bool, lengths: tuple[int, ...]) -> None:
     results = attend(choose(variant), lengths, causal, torch.bfloat16)
     close(results, attend("mask", lengths, causal, torch.float32))
@@ -73,7 +73,7 @@ def test_the_kernels_that_auto_chooses(recwarn: pytest.WarningsRecorder) -> None
     assert not [str(one.message) for one in recwarn if "can't be used" in str(one.message)]
 
 
-@pytest.mark.parametrize("variant", ["varlen by fa4", "varlen by fa3", "varlen by fa2", "flash2", "flex", "sdpa"])
+@pytest.mark.parametrize("variant", ["varlen by fa4", "varlen by fa3", "varlen by fa2", "flex", "sdpa"])
 def test_deterministic_gradients(variant: str) -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -85,7 +85,7 @@ def test_deterministic_gradients(variant: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["varlen by fa2", "flash2", "flex", "sdpa"])
+@pytest.mark.parametrize("backend", ["varlen by fa2", "flex", "sdpa"])
 def test_windows(backend: str, causal: bool) -> None:
     results = attend(choose(backend), CUTS[0], causal, torch.bfloat16, window=100)
     close(results, attend("mask", CUTS[0], causal, torch.float32, window=100))

@@ -1,17 +1,13 @@
 """The reference for attention, and CPU kernels for PyTorch's GPU attention.
 
 `varlen_attn` gets CPU kernels. FlexAttention refuses gradients on CPUs, where it has no compiled kernel for them; its
-uncompiled form, which these tests run, has them. flash-attn, which is compiled for GPUs, is replaced by a function of the
-same signature over the same kernels.
+uncompiled form, which these tests run, has them.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.attention.flex_attention
 import torch.nn.attention.varlen
@@ -75,45 +71,3 @@ def _backward(
     by_head = torch.einsum("hqk,qhd->khd", grad_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
     grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in by_head)
     return torch.einsum("hqk,khd->qhd", grad_scores, keys).contiguous(), grad_key, grad_value
-
-
-class _FlashAttention2(torch.autograd.Function):
-    """As in flash-attn, cu_seqlens are inputs, and one tensor given twice would break a compiled graph."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen: int,
-        scale: float, window_size: tuple[int, int],
-    ) -> Tensor:  # fmt: skip
-        cuts = cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen, window_size == (-1, 0)
-        out, lse, state = torch.ops.torch_attn._varlen_attn(query, key, value, *cuts, scale, list(window_size))
-        ctx.save_for_backward(query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, state)
-        ctx.settings = cuts[2:], scale, list(window_size)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *tensors, state = ctx.saved_tensors
-        cuts, scale, window_size = ctx.settings
-        grads = torch.ops.torch_attn._varlen_attn_backward(grad, *tensors, *cuts, state, scale, window_size)
-        return (*grads, None, None, None, None, None)
-
-
-def _flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
-) -> Tensor:  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    assert dropout_p == 0 and softcap == 0 and max_seqlen_q == max_seqlen_k and causal == (window_size[1] == 0)
-    assert softmax_scale is not None
-    output = _FlashAttention2.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size)
-    assert isinstance(output, Tensor)
-    return output
-
-
-def replace_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import flash_attn` give a module that holds the function above."""
-    module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = _flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
 from biphasic import Objective, Vocabulary
-from biphasic.objectives.mlm import random_integers, with_probability
 from biphasic.objectives.objective import Draws
+from biphasic.objectives.targets import random_integers, with_probability
 
 _SPANS = 11  # a purpose of its own for the random numbers
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from biphasic import check_attention, packed_attention
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.model.attention_check import AttentionReport
+from biphasic.model.probe import AttentionReport
 from helpers.decoders import saved_decoder
 
 SIZE: dict[str, Any] = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -13,7 +13,6 @@ from biphasic.model import attention
 from biphasic.model.attention import attention_arguments, choose_backend
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
-from helpers import attention_on_cpu
 from helpers.backbones import backbone
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)
@@ -44,11 +43,7 @@ def attend(
     arguments = attention_arguments(
         Backbone(backend, sliding_window=keys.get("sliding_window"), head_dim=8), segments, "cpu", torch.float64, causal
     )
-    with pytest.MonkeyPatch.context() as patch:
-        attention_on_cpu.replace_flash_attn(patch)
-        out, _ = attention.attention(
-            torch.nn.Identity(), *inputs, **arguments, scaling=keys.pop("scaling", None), **keys
-        )
+    out, _ = attention.attention(torch.nn.Identity(), *inputs, **arguments, scaling=keys.pop("scaling", None), **keys)
     (out * torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).sin()).sum().backward()
     return out.detach(), *(x.grad for x in inputs if x.grad is not None)
 
@@ -62,13 +57,13 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None
 
 @pytest.mark.parametrize("lengths", CUTS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash2", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
 def test_equal_to_a_mask(backend: str, causal: bool, lengths: tuple[int, ...]) -> None:
     same(attend(backend, lengths, causal), attend("mask", lengths, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash2", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
 @pytest.mark.parametrize("keys", [{"sliding_window": 3}, {"kv_heads": 4}, {"kv_heads": 1, "scaling": 0.7}], ids=str)
 def test_windows_heads_and_scales(backend: str, causal: bool, keys: dict[str, Any]) -> None:
     same(attend(backend, CUTS[0], causal, **keys), attend("mask", CUTS[0], causal, **keys))
@@ -129,19 +124,16 @@ def test_blocks_equal_those_of_all_pairs(lengths: tuple[int, ...], causal: bool,
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "softcap", "dropout", "available", "expected"),
     [
-        (torch.bfloat16, 64, False, False, {"flash2", "varlen", "flex"}, "varlen"),
-        (torch.bfloat16, 64, False, False, {"flash2", "flex"}, "flex"),
+        (torch.bfloat16, 64, False, False, {"varlen", "flex"}, "varlen"),
+        (torch.bfloat16, 64, False, False, {"flex"}, "flex"),
         (torch.bfloat16, 64, True, False, {"varlen", "flex"}, "flex"),
-        (torch.bfloat16, 64, True, False, {"flash2", "varlen", "flex"}, "flash2"),
-        (torch.float32, 64, False, False, {"flash2", "varlen", "flex"}, "flex"),
-        (torch.float32, 16, False, False, {"flash2", "varlen", "flex"}, "flex"),
-        (torch.float32, 8, False, False, {"flash2", "varlen", "flex"}, "sdpa"),
-        (torch.bfloat16, 8, False, False, {"flash2", "varlen", "flex"}, "varlen"),
-        (torch.bfloat16, 26, False, False, {"flash2", "varlen", "flex"}, "flash2"),
+        (torch.float32, 64, False, False, {"varlen", "flex"}, "flex"),
+        (torch.float32, 16, False, False, {"varlen", "flex"}, "flex"),
+        (torch.float32, 8, False, False, {"varlen", "flex"}, "sdpa"),
+        (torch.bfloat16, 8, False, False, {"varlen", "flex"}, "varlen"),
         (torch.bfloat16, 26, False, False, {"varlen", "flex"}, "flex"),
-        (torch.bfloat16, 264, False, False, {"flash2", "varlen", "flex"}, "flex"),
+        (torch.bfloat16, 264, False, False, {"varlen", "flex"}, "flex"),
         (torch.bfloat16, 64, False, True, {"varlen", "flex"}, "sdpa"),
-        (torch.bfloat16, 64, False, True, {"flash2", "varlen", "flex"}, "flash2"),
     ],
 )
 def test_auto_takes_the_first_backend_that_fits(

@@ -20,9 +20,9 @@ from biphasic.model import attention
 from biphasic.model import language_model as language_model_module
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
-from biphasic.model.packing_probe import packing_problem
+from biphasic.model.probe import packing_problem
 from biphasic.model.segments import Segments
-from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.targets import clm_targets
 from conftest import Write
 from helpers.backbones import TESTED_FAMILIES, backbone
 from helpers.decoders import saved_decoder

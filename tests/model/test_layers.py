@@ -13,7 +13,6 @@ from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
-from helpers import attention_on_cpu
 from helpers.backbones import backbone, gradients
 
 
@@ -30,21 +29,17 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ("backend", "family", "kinds"),
     [
         ("varlen", "llama", 1),
-        ("flash2", "llama", 1),
         ("flex", "gemma2", 2),
         ("flex", "modernbert", 2),
         ("varlen", "modernbert", 2),
-        ("flash2", "modernbert-decoder", 2),
+        ("varlen", "modernbert-decoder", 2),
     ],
 )
 @pytest.mark.usefixtures("compiler")
-def test_one_compilation_for_a_phase_and_none_for_a_batch(
-    backend: str, family: str, kinds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_compilation_for_a_phase_and_none_for_a_batch(backend: str, family: str, kinds: int) -> None:
     """Layers of one kind share a compilation; Gemma 2 has two kinds."""
     model = backbone(family)
     expected = gradients(model, "mask")
-    attention_on_cpu.replace_flash_attn(monkeypatch)
     layers.compile_layers(model)
     graphs: list[int] = []
     results = gradients(model, backend, graphs)

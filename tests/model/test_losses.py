@@ -14,7 +14,7 @@ from biphasic.model import losses
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.losses import IGNORE, cross_entropy_at_targets
 from biphasic.model.segments import Segments
-from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.targets import clm_targets
 
 
 def problem(tokens: int = 50, width: int = 16, words: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

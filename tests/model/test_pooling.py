@@ -261,7 +261,7 @@ def test_a_router_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
     route = [Transformer(str(bert)), ReferencePooling(32, "mean")]
     router: Any = Router({"query": route, "document": route})
     SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(tmp_path))
-    with pytest.raises(UserError, match=r"has a Router, .*: give the folder of one route's Transformer, or use"):
+    with pytest.raises(UserError, match=r"has Router.*give the folder of one route's Transformer"):
         load_encoder(str(tmp_path))
     assert load_encoder(str(tmp_path / "query_0_Transformer")).width == 32
 

@@ -20,7 +20,7 @@ from biphasic.model import backbone as backbone_module
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
-from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.targets import clm_targets
 from conftest import Write
 from helpers.decoders import saved_decoder
 from helpers.tiny import LENGTH, WORDS, config_of, train, write_rows, write_tokenizer

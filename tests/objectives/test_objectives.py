@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from biphasic.model.losses import IGNORE
-from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.mlm import BITS, Vocabulary, mlm_inputs_and_targets, random_integers, with_probability
+from biphasic.objectives.targets import (
+    BITS,
+    Vocabulary,
+    clm_targets,
+    mlm_inputs_and_targets,
+    random_integers,
+    with_probability,
+)
 
 WORDS = Vocabulary(size=1000, mask_id=3, special_ids=(0, 1, 2, 3))
 SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])

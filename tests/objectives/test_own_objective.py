@@ -15,8 +15,8 @@ from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.errors import ConfigError
 from biphasic.export.run import export_checkpoint
-from biphasic.objectives.mlm import Vocabulary
 from biphasic.objectives.objective import Draws
+from biphasic.objectives.targets import Vocabulary
 from biphasic.report.study_losses import loss_points
 from biphasic.training.metrics_file import read_metrics
 from conftest import Write

@@ -36,17 +36,10 @@ def meta() -> Any:
     return from_hf_config(llama_config(PRESETS["210m"], 2048), seed=0, device="meta")
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash2", "flex"])
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
 def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
     with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: choose another backend, or auto"):
         configure_compute(meta(), ComputeConfig(attention=backend), "fp32")
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "backend_available", lambda backend: False)
-    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* '\.\[flash-attn\]'"):
-        configure_compute(meta(), ComputeConfig(attention="flash2"), "amp_bf16")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +338,6 @@ def test_no_measurement_of_sharded_ranks_runs_out_of_memory() -> None:
     ("backend", "changes", "precision", "option"),
     [
         ("varlen", {}, "fp32", "fp32"),
-        ("flash2", {}, "fp32", "fp32"),
         ("varlen", {"attn_logit_softcapping": 50.0}, "amp_bf16", "softcapped scores"),
         ("flex", {"attention_dropout": 0.1}, "amp_bf16", "dropout of attention weights"),
         ("varlen", {"head_dim": 26}, "amp_bf16", "heads whose size is not a multiple of 8"),

@@ -18,9 +18,8 @@ from torchmetrics import Metric
 from biphasic.data.streaming import collate
 from biphasic.durations import TrainingProgress
 from biphasic.objectives.batch import Batch, segment_lengths, step_of
-from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 from biphasic.objectives.objective import CLM, MLM, Objective, Ramp, Replacement
+from biphasic.objectives.targets import Vocabulary, clm_targets, mlm_inputs_and_targets
 from biphasic.training import switch
 from biphasic.training.optimizer import WarmupStableDecay
 from biphasic.training.step import PretrainModel, data_spec

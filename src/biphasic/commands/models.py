@@ -35,7 +35,7 @@ def check_attention(options: Namespace) -> int:
 
     Each way to ask for attention is a row: masks, positions that begin anew, and Biphasic's own.
     """
-    from biphasic.model.attention_check import check_attention, load_for_check
+    from biphasic.model.probe import check_attention, load_for_check
 
     model = load_for_check(options.model, options.attention, options.trust_remote_code)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +27,6 @@ PLAN_ARGUMENTS = (
     argument("--plan", action="store_true", help="check everything and print what the job would do"),
     argument("--json", action="store_true", help="with --plan: print JSON"),
     argument("--ranks", type=positive, help="with --plan: number of processes; default: $WORLD_SIZE, or 1"),
-    argument("--memory", action="store_true", help="pretraining, with --plan: rehearse batches and print their memory"),
 )
 """`--plan` and its options."""
 
@@ -38,7 +36,6 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
 
     Raises a UserError if the plan can't be made.
     """
-    after = ""
     if config.job == "sweep":
         from biphasic.sweep.plan import describe_plan, plan_sweep
 
@@ -69,19 +66,12 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         job_plan = plan_conversion(config)
     else:
         job_plan = _pretraining_plan(config, options.ranks)
-        if options.memory:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            # Imported here because PyTorch and Composer take seconds to import, and plans don't otherwise need them.
-            from biphasic.training.rehearsal import rehearse
-
-            rehearsal = rehearse(config, options.ranks)
-            job_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
-    return print_job_plan(job_plan, options.json, after)
+    return print_job_plan(job_plan, options.json)
 
 
-def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") -> int:
-    """Print a plan and return the exit status: 2 if it has problems. `after` is printed only with the plan's text."""
-    print(job_plan.to_json() if as_json else f"{job_plan.describe()}{after}")
+def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
+    """Print a plan and return the exit status: 2 if it has problems."""
+    print(job_plan.to_json() if as_json else job_plan.describe())
     return REFUSED if job_plan.problems else 0
 
 

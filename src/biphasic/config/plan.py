@@ -159,7 +159,7 @@ def plan(
         degree = config.parallelism.shard_degree
         shards = shard_ranks(degree, ranks, on_node) if config.parallelism.strategy == "fsdp" else 1
         details["memory_per_rank"] = state = architecture.state_bytes(shards)
-        text = f"{format_bytes(state)} weights, gradients and optimizer; --memory also estimates activations"
+        text = f"{format_bytes(state)} weights, gradients and optimizer; benchmarks/rehearse.py adds activations"
         lines["memory a rank"] = text
     if start is not None and start.batch is not None:
         left = (

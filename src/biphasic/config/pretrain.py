@@ -106,9 +106,9 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 class ComputeConfig(Section):
     """Kernels and recomputation. They affect results only by rounding; see docs/throughput.md."""
 
-    attention: Literal["auto", "varlen", "flash2", "flex", "sdpa"] = "auto"
-    """`varlen`: PyTorch's variable-length kernels. `flash2`: flash-attn. `flex`: FlexAttention. `sdpa`: PyTorch's dense
-    attention of segments of similar length. `auto`: the first of these that is installed and suitable; `sdpa` on CPUs."""
+    attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
+    """`varlen`: PyTorch's variable-length kernels. `flex`: FlexAttention. `sdpa`: PyTorch's dense attention of segments of
+    similar length. `auto`: the first of these that is available and suitable; `sdpa` on CPUs."""
     varlen_kernels: Literal["auto", "fa4", "fa3", "cudnn", "fa2"] = "auto"
     """Kernels of `varlen`. `fa4`, `fa3`: FlashAttention 4 or 3, from their packages. `cudnn`: cuDNN's. `fa2`: FlashAttention
     2, a part of PyTorch. `auto`: the first of these, in this order, that pass a trial at the start of the run."""

@@ -30,10 +30,7 @@ class Architecture:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> Architecture:
-        """Read the dimensions from a Hugging Face configuration.
-
-        Raises AttributeError if a dimension is missing, as for other kinds of networks.
-        """
+        """Read a Hugging Face configuration. Raises an AttributeError if it has no such dimensions."""
         heads, layers, family = config.num_attention_heads, config.num_hidden_layers, config.model_type
         modernbert = family.startswith("modernbert")
         # In files of the hub, ModernBERT's configuration has the older keys.
@@ -65,7 +62,6 @@ class Architecture:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters in the input embedding."""
         return self.vocab_size * self.hidden
 
     @property
@@ -80,19 +76,14 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """Total number of parameters."""
         return self.body_parameters + self.embedding_parameters + self.head_parameters
 
     def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
         """Return the FLOPs of a training step, the numerator of MFU (PaLM, appendix B).
 
         A multiplication and an addition count as two; the backward pass counts as twice the forward pass. Included are
-        the layers' matrix products, attention between tokens that see each other, and logits; recomputation is not.
-
-        Args:
-            lengths: number of tokens in each segment.
-            causal: whether a token attends only to itself and earlier tokens of its segment.
-            predicted: number of positions with logits.
+        the layers' matrix products, attention between tokens of segments of these `lengths` that see each other, and the
+        logits of `predicted` positions; recomputation is not.
         """
         head = 2 * (self.vocab_size + self.dense_head * self.hidden) * self.hidden * predicted
         return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
@@ -124,11 +115,8 @@ class Architecture:
         return 12 * self.parameters
 
     def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
-        """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing.
-
-        Each tensor that autograd saves counts once. Per layer: inputs and outputs of the two norms, queries, keys and
-        values, the attention output, and the MLP's gate, up, activation and product.
-        """
+        """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing."""
+        # Inputs and outputs of the two norms, queries, keys, values, attention's output, gate, up, activation, product.
         per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
         return tokens * self.layers * per_layer * bytes_per_value
 

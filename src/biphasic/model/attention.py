@@ -7,7 +7,6 @@ the segments define which tokens attend to each other. All backends compute the 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,16 +46,11 @@ def attention(
 
     Args:
         module: the attention layer; not used.
-        query: [1, heads, tokens, head_dim].
-        key: [1, kv_heads, tokens, head_dim].
-        value: [1, kv_heads, tokens, head_dim].
+        query: [1, heads, tokens, head_dim]; key and value [1, kv_heads, tokens, head_dim].
         attention_mask: must be None; padding is removed before the backbone is called.
         scaling: factor that scores are multiplied by. Default: 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: where each packed text begins and ends. Required; this and the next two arguments come from
-            `attention_arguments`.
-        is_causal: whether attention is causal. Required.
-        attention_backend: one of `BACKEND_FUNCTIONS`.
+        segments, is_causal, attention_backend: from `attention_arguments`. Required.
         sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2, ModernBERT).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
 
@@ -124,8 +118,7 @@ def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dty
         return requested
     if device != "cuda":
         return "sdpa"
-    lacks_varlen = varlen_attn is None or missing_option(hf_config, "varlen", dtype, training)
-    for backend in ("flash2" if lacks_varlen else "varlen", "flex"):
+    for backend in ("varlen", "flex"):
         if missing_option(hf_config, backend, dtype, training) is None and backend_available(backend):
             return backend
     return "sdpa"
@@ -136,15 +129,15 @@ def missing_option(hf_config: Any, backend: str, dtype: torch.dtype, training: b
     softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
     dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
     size = head_dim(hf_config)
-    if backend in ("varlen", "flash2"):
+    if backend == "varlen":
         if dtype not in (torch.float16, torch.bfloat16):
             return "fp32 (set precision: amp_bf16)"
         if size > _MAX_FLASH_HEAD_DIM:
             return f"heads larger than {_MAX_FLASH_HEAD_DIM}"
-    if backend == "varlen" and size % 8:  # flash-attn pads them
-        return "heads whose size is not a multiple of 8"
-    if backend == "varlen" and softcap:
-        return "softcapped scores"
+        if size % 8:
+            return "heads whose size is not a multiple of 8"
+        if softcap:
+            return "softcapped scores"
     if backend in ("varlen", "flex") and dropout:
         return "dropout of attention weights"
     if backend == "flex" and size < _MIN_FLEX_HEAD_DIM:
@@ -153,12 +146,10 @@ def missing_option(hf_config: Any, backend: str, dtype: torch.dtype, training: b
 
 
 def backend_available(backend: str) -> bool:
-    """Return whether the backend runs on this machine, with the installed packages and GPU."""
+    """Return whether the backend runs on this machine, with the installed torch and GPU."""
     if backend == "sdpa":
         return True
-    if not torch.cuda.is_available():
-        return False
-    if (backend == "flash2" and not _HAS_FLASH_2) or (backend == "varlen" and varlen_attn is None):
+    if not torch.cuda.is_available() or (backend == "varlen" and varlen_attn is None):
         return False
     # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
     return hip is not None or torch.cuda.get_device_capability()[0] >= 8
@@ -172,8 +163,6 @@ _MAX_FLASH_HEAD_DIM = 256
 """FlashAttention's kernels refuse larger heads."""
 FLEX_BLOCK = 128
 """Number of queries and of keys in a block of FlexAttention's masks."""
-# Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
-_HAS_FLASH_2 = importlib.util.find_spec("flash_attn_2_cuda") is not None
 
 
 class AttentionOptions(NamedTuple):
@@ -185,42 +174,20 @@ class AttentionOptions(NamedTuple):
     window: int
     softcap: float | None
 
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Number of tokens to the left and right that a query attends to, as in FlashAttention; -1: all."""
-        left = self.window - 1
-        return left, 0 if self.causal else left
-
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     assert varlen_attn is not None
-    q, k, v = _flat(query, key, value)
+    # [tokens, heads, head_dim], contiguous, so that gradients are contiguous too.
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    left = options.window - 1  # number of tokens that a query attends to on this side; -1: all
     # cuDNN's causal kernels require the same tensor object for queries and keys.
     cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        scale=options.scale, window_size=options.window_size, **GQA_OPTIONS,
+        scale=options.scale, window_size=(left, 0 if options.causal else left), **GQA_OPTIONS,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
-
-
-def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    max_seqlen = segments.max_seqlen
-    return flash_attn_varlen_func(
-        *_flat(query, key, value), cu_seqlens_q=segments.cu_seqlens,
-        # Another tensor object, because passing the same one twice breaks a compiled layer's graph (flash-attn 2.8).
-        cu_seqlens_k=segments.cu_seqlens.view(-1), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
-        dropout_p=options.dropout, softmax_scale=options.scale, causal=options.causal, window_size=options.window_size,
-        softcap=options.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )[None]  # fmt: skip
-
-
-def _flat(*tensors: Tensor) -> list[Tensor]:
-    """Reshape [1, heads, tokens, head_dim] to contiguous [tokens, heads, head_dim], so that gradients are contiguous too."""
-    return [x[0].transpose(0, 1).contiguous() for x in tensors]
 
 
 def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
@@ -266,10 +233,8 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return count[None, None], indices[None, None]
 
 
-@functools.cache
+@functools.cache  # so that it is compiled once
 def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Return the function that bounds FlexAttention's scores by tanh. It is cached, so that it is compiled once."""
-
     def score_mod(score: Tensor, *_: Any) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -340,10 +305,7 @@ def _dense(
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute dense attention of [batch, heads, length, head_dim], with the options' scale, dropout and softcap.
-
-    `mask` is bool [queries, keys] or [batch, 1, queries, keys], true where a query attends to a key.
-    """
+    """Compute attention of [batch, heads, length, head_dim]. `mask` is bool [(batch, 1,) queries, keys], true where seen."""
     if options.softcap is None:
         return F.scaled_dot_product_attention(query, key, value, mask, options.dropout, scale=options.scale)
     scores = options.softcap * torch.tanh(query @ key.transpose(2, 3) * options.scale / options.softcap)
@@ -351,9 +313,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, op
     return F.dropout(weights, options.dropout) @ value
 
 
-BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = {"varlen": _varlen, "flash2": _flash2, "flex": _flex, "sdpa": _sdpa}
+BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = {"varlen": _varlen, "flex": _flex, "sdpa": _sdpa}
 """`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
-`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention of segments of similar length.
+`flex`: FlexAttention. `sdpa`: dense attention of segments of similar length.
 
 Each takes query, key and value as `attention` does, `Segments` and `AttentionOptions`, and returns [1, tokens, heads,
 head_dim]."""

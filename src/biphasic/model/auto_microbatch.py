@@ -21,13 +21,9 @@ def largest_microbatch(
 
     `measure` returns the peak bytes of training on a number of rows; None if they didn't fit. Memory grows almost
     linearly with rows, so the line through two measurements predicts the next number to measure. The search ends when
-    that number is less than 5% larger than one that fits.
-
-    `before` is given if a measurement must not run out of memory: the bytes that are allocated before the first one. A row
-    takes at most what the first measurement added to them, so the second one has no more rows than surely fit.
-
-    Raises:
-        UserError: not even one row fits.
+    that number is less than 5% larger than one that fits. If a measurement must not run out of memory, `before` is the bytes
+    that are allocated before the first one: a row takes at most what the first one added to them. Raises a UserError if not
+    even one row fits.
     """
     peak = measure(1)
     if peak is None or peak > available:

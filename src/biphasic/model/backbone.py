@@ -14,12 +14,7 @@ from torch import nn
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
-from biphasic.model.language_model import (
-    LanguageModel,
-    from_hf_config,
-    language_model_of,
-    plain_rope,
-)
+from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
 from biphasic.model.rope import rows_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, is_remote, user_error
@@ -53,17 +48,10 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a backbone with its language-model head, on the CPU in fp32.
 
-    Args:
-        path: a Biphasic checkpoint (a file, or the folder of a sharded one), an exported folder, a Hugging Face decoder's
-            folder, or a hub id.
-        trust_remote_code: allow the model to run its own Python files.
-        revision: branch, tag or commit of a hub id.
-        rope_theta: base of the rotary positions. Default: the model's own.
-        max_position_embeddings: maximum number of positions. Default: the model's own.
-        sequence_length: number of tokens in the longest row to train on. Default: none is known.
-
-    Raises:
-        UserError: the model can't be loaded or used, or not with these positions.
+    `path` is a Biphasic checkpoint (a file, or the folder of a sharded one), an exported folder, a Hugging Face decoder's
+    folder, or a hub id, with a `revision`: branch, tag or commit. `rope_theta` and `max_position_embeddings` replace the
+    model's own; `sequence_length` is the number of tokens in the longest row to train on, if it is known. Raises a
+    UserError if the model can't be loaded or used, or not with these positions.
     """
     if is_checkpoint(path):
         hf_config = hf_config_from_json(read_record(path)["backbone"])
@@ -93,7 +81,6 @@ def load_language_model(
 
 
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, longest: int | None, rows: int | None) -> None:
-    """Set base and number of positions in a configuration, after a check of both for rows of `rows` tokens."""
     if rope_theta is not None:
         plain_rope(hf_config, path)["rope_theta"] = rope_theta
     own = {"max_position_embeddings": getattr(hf_config, "max_position_embeddings", None)}  # some name it differently
@@ -114,16 +101,14 @@ def hf_config_from_json(text: str) -> PretrainedConfig:
 def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load the Hugging Face configuration of a folder or hub id; for the export of a decoder, in the decoder's class.
 
-    Raises:
-        UserError: the configuration is missing, its family is unknown, or it has values that are invalid for the family.
+    Raises a UserError if it is missing, of an unknown family, or has values that are invalid for the family.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if is_remote(path):
-        raise UserError(
-            f"model {path}: can't be loaded (a model in a bucket is not supported: download it to a folder)"
-        )
+        reason = "a model in a bucket is not supported: download it to a folder"
+        raise UserError(f"model {path}: can't be loaded ({reason})")
     if (reason := why_missing(path, revision)) is not None:
         reason = reason.replace("no such folder", "no such checkpoint or folder")
         raise UserError(f"model {path}: can't be loaded ({reason})")
@@ -182,10 +167,8 @@ def load_network(
 
     Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights, and for
     those that the files `may_lack`, by the beginnings of their names, which are drawn from N(0, initializer_range^2).
-
-    Raises:
-        UserError: the network can't be loaded, its files lack weights (other than a pooler's), have weights of other shapes,
-            or with `exact` weights and biases that the network in config.json doesn't use.
+    Raises a UserError if the network can't be loaded, or its files lack weights (other than a pooler's), have some of other
+    shapes, or with `exact` weights and biases that the network in config.json doesn't use.
     """
     from safetensors import SafetensorError
 

@@ -55,13 +55,10 @@ def read_record(path: str) -> dict[str, Any]:
 
 
 def read_weights(path: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Read a checkpoint's weights by their names in `LanguageModel`, on the CPU.
+    """Read a checkpoint's weights by their names in `LanguageModel`, on the CPU. Raises UserErrors as `read_record` does.
 
     With `names`, only these weights are read, and the checkpoint must have been checked by `weight_shapes` before. Each
     call memory-maps a file anew, so its memory is freed together with the returned weights.
-
-    Raises:
-        UserError: as in `read_record`.
     """
     if names is None:
         require_safe_checkpoint(path)
@@ -76,11 +73,7 @@ def read_weights(path: str, names: Iterable[str] | None = None) -> dict[str, Ten
 
 
 def weight_shapes(path: str) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by name as meta tensors, which have shapes and dtypes but no data.
-
-    Raises:
-        UserError: as in `read_record`.
-    """
+    """Return a checkpoint's weights by name as meta tensors, without data. Raises UserErrors as `read_record` does."""
     if not Path(path).is_dir():
         return {name: torch.empty_like(weight, device="meta") for name, weight in read_weights(path).items()}
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -99,13 +92,10 @@ def weight_shapes(path: str) -> dict[str, Tensor]:
 
 
 def require_safe_checkpoint(path: str) -> None:
-    """Check, without loading a checkpoint, that it contains only tensors and plain values: a pickle can run any code.
+    """Raise a UserError if a checkpoint is missing, unreadable, or has more than tensors and plain values.
 
-    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded
-    checkpoint, because its index and small values are pickles.
-
-    Raises:
-        UserError: the checkpoint is missing, contains other objects, or can't be read.
+    A pickle can run any code. Call this before Composer loads a checkpoint, because Composer allows any pickle, and before
+    PyTorch reads a sharded checkpoint, because its index and small values are pickles.
     """
     if not is_checkpoint(path):
         raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
@@ -121,7 +111,6 @@ def require_safe_checkpoint(path: str) -> None:
 
 @contextmanager
 def _reported_errors(path: str) -> Iterator[None]:
-    """Convert errors in reading a checkpoint to a one-line UserError."""
     try:
         yield
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -154,7 +143,6 @@ def _read_state(path: Path, keys: set[str]) -> dict[str, Any]:
 
 
 def _unsafe_globals(file: Path | io.BytesIO) -> set[str]:
-    """Return the names of objects in a torch.save file other than tensors and plain types."""
     with torch.serialization.safe_globals(_PLAIN_TYPES):
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
@@ -179,7 +167,6 @@ def _read_index(folder: Path) -> Any:
 
 
 def _sharded_globals(folder: Path) -> set[str]:
-    """Return the unsafe names in a sharded checkpoint's index and small values."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     try:

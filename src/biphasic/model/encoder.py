@@ -28,10 +28,10 @@ from biphasic.model.backbone import (
     load_network,
 )
 from biphasic.model.checkpoint import is_checkpoint, read_record
-from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward, reserved_positions
+from biphasic.model.forward import packed_forward, padded_forward, reserved_positions
 from biphasic.model.language_model import MODERNBERT_HEADS
-from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
+from biphasic.model.probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.rope import rope_threshold
 from biphasic.model.segments import Segments
 from biphasic.storage import is_remote
@@ -46,13 +46,9 @@ _TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Converts texts to token ids for an encoder, with its special tokens.
+    """Converts texts to token ids for an encoder, at most `max_length` with the special tokens `prefix` and `suffix`.
 
-    Attributes:
-        max_length: maximum number of tokens of the encoder, including special tokens.
-        prefix: special tokens before a text, such as BERT's [CLS]; of the models trained by Biphasic, only those that
-            started from ModernBERT or whose rows had BOS have some.
-        suffix: special tokens after a text, such as BERT's [SEP].
+    Of the models trained by Biphasic, only those that started from ModernBERT or whose rows had BOS have special tokens.
     """
 
     tokenizer: Tokenizer
@@ -74,11 +70,7 @@ class TextTokenizer:
         return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
 
     def with_end_of_text(self) -> TextTokenizer:
-        """Return this tokenizer with the EOS token after each text, also when it is saved and loaded again.
-
-        Raises:
-            UserError: the tokenizer has no EOS token.
-        """
+        """Return this tokenizer with EOS after each text, also when it is saved. Raises a UserError if it has none."""
         eos = self.tokenizer.eos_id
         if eos is None:
             raise UserError(f"tokenizer {self.tokenizer.source}: task.end_of_text: it has no EOS token")
@@ -89,9 +81,11 @@ class TextTokenizer:
 
     def with_special_tokens(self, ids: Sequence[int], max_length: int) -> list[int]:
         """Add prefix and suffix to a text, truncated so that the result has 1 to `max_length` tokens."""
-        room = max_length - len(self.prefix) - len(self.suffix)
-        tokens = [*self.prefix, *ids[: max(room, 0)], *self.suffix]
+        tokens = [*self.prefix, *ids[: self._room(max_length)], *self.suffix]
         return tokens[:max_length] or [self.empty_text_token]
+
+    def _room(self, max_length: int) -> int:
+        return max(max_length - len(self.prefix) - len(self.suffix), 0)
 
     def tokenize(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[list[int]]:
         """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
@@ -102,12 +96,11 @@ class TextTokenizer:
         self, texts: Sequence[str], max_length: int, title: str = ""
     ) -> Iterator[tuple[list[int], int]]:
         """Yield each text's token ids, as `tokenize` does, and the number of tokens that were cut from its end."""
-        room = max(max_length - len(self.prefix) - len(self.suffix), 0)
         for portion in _portions(texts, title):
             if self.settings.lowercase:
                 portion = [lowercased(text) for text in portion]
             for ids in self.tokenizer.encode(portion):
-                yield self.with_special_tokens(ids, max_length), max(len(ids) - room, 0)
+                yield self.with_special_tokens(ids, max_length), max(len(ids) - self._room(max_length), 0)
 
     def tokenize_with_offsets(
         self, texts: Sequence[str], title: str = ""
@@ -124,36 +117,28 @@ def lowercased(text: str) -> str:
 
 @dataclass
 class Encoder:
-    """A bidirectional network and its tokenizer.
-
-    Attributes:
-        is_own_family: whether the network belongs to an encoder family (BERT) or has its own code, so that exports keep
-            its format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
-        is_converted: whether it is a decoder that was made bidirectional here.
-        pooling: pooling of hidden states. Default: the one in the model's files, or the mean.
-    """
+    """A bidirectional network and its tokenizer."""
 
     backbone: nn.Module
     text_tokenizer: TextTokenizer
     is_own_family: bool = False
+    """Whether the network belongs to an encoder family (BERT) or has its own code, so that exports keep its format."""
     is_converted: bool = False
+    """Whether it is a decoder that was made bidirectional here."""
 
     def __post_init__(self) -> None:
         self.pooling: Pooling = self.text_tokenizer.settings.pooling or Pooling()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer without special tokens and settings."""
         return self.text_tokenizer.tokenizer
 
     @property
     def width(self) -> int:
-        """Dimension of the hidden states."""
         return self.backbone.config.hidden_size  # pyright: ignore
 
     @property
     def is_packed(self) -> bool:
-        """Whether the network takes packed segments, without padding."""
         return self.backbone.config._attn_implementation == attention.ATTENTION_NAME  # pyright: ignore
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -163,8 +148,6 @@ class Encoder:
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
         """Compute bidirectional hidden states [tokens, width] from the token ids of concatenated texts, int64 [tokens]."""
         if self.is_packed:
-            if self.is_own_family:
-                return packed_encoder_forward(self.backbone, tokens, segments)
             return packed_forward(self.backbone, tokens, segments, causal=False)
         return padded_forward(self.backbone, tokens, segments, self.tokenizer.pad_id)
 
@@ -259,14 +242,9 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
     """Load a bidirectional encoder, on the CPU in fp32.
 
-    Args:
-        path: an exported folder, a Biphasic checkpoint, a Hugging Face folder (of an encoder, or of a decoder, which is made
-            bidirectional) or a hub id.
-        trust_remote_code: allow the model to run its own Python files.
-        revision: branch, tag or commit of a hub id.
-
-    Raises:
-        UserError: the model can't be loaded or used, or has its own code and isn't bidirectional.
+    `path` is an exported folder, a Biphasic checkpoint, a Hugging Face folder (of an encoder, or of a decoder, which is made
+    bidirectional) or a hub id, with a `revision`: branch, tag or commit. Raises a UserError if the model can't be loaded or
+    used, or has its own code and isn't bidirectional.
     """
     if is_checkpoint(path):
         return Encoder(load_language_model(path).backbone, load_text_tokenizer(path))

@@ -19,36 +19,22 @@ _EXTRA_TOKENS = 256
 """Number of padding tokens in a batch whose cost is negligible."""
 
 
-def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
+def packed_forward(backbone: Any, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
     """Compute hidden states [tokens, width], after the final norm, from token ids, int64 [tokens], without padding.
 
-    The backbone is a Hugging Face base model with `biphasic` attention. Tokens attend within their segment, and
-    positions restart at each segment.
+    The backbone is a Hugging Face base model (Llama, BERT) with `biphasic` attention. Tokens attend within their segment,
+    and positions restart at each segment.
     """
-    embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
+    embedded = backbone.get_input_embeddings()(tokens[None])
     device, dtype = embedded.device.type, embedded.dtype
     if torch.is_autocast_enabled(device):
         # The residual stream and the rotary tables stay in fp32, even if FSDP gathers the embedding in bf16.
         embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
     arguments = attention_arguments(backbone, segments, device, dtype, causal)
     positions = segments.position_ids[None] + reserved_positions(backbone)
-    output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)
-    return output.last_hidden_state[0]
-
-
-def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> Tensor:
-    """Compute an encoder's hidden states [tokens, width] from token ids, int64 [tokens], without padding.
-
-    The encoder is a Hugging Face model (BERT, RoBERTa, ModernBERT) for which
-    `biphasic.model.packing_probe.switch_to_packed_attention` returned True.
-    """
-    device = tokens.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype
-    arguments = attention_arguments(encoder, segments, device, dtype, causal=False)
-    positions = segments.position_ids[None] + reserved_positions(encoder)
-    if hasattr(getattr(encoder, "embeddings", None), "token_type_embeddings"):
+    if hasattr(getattr(backbone, "embeddings", None), "token_type_embeddings"):
         arguments["token_type_ids"] = torch.zeros_like(positions)
-    output = encoder(input_ids=tokens[None], position_ids=positions, **arguments)
+    output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)
     return output.last_hidden_state[0]
 
 

@@ -48,14 +48,11 @@ _selected: str | None = None
 
 
 def select_kernels(hf_config: Any, requested: str = "auto") -> str:
-    """Set the kernels of PyTorch's variable-length attention, for training on packed rows of fixed length.
+    """Set the kernels of PyTorch's variable-length attention, for training on packed rows, and return their full name.
 
     Kernels are first tried on a small forward and backward pass, because packages may be broken, and some kernels are
     generated only when they are first used. `requested` is `auto` or a key of `KERNELS`. With `auto`, kernels that fail
-    are skipped with a warning. Returns the kernels' full name.
-
-    Raises:
-        UserError: the requested kernels can't be used, or with `auto` none can.
+    are skipped with a warning. Raises a UserError if the requested ones fail, or all.
     """
     global _selected
     for name in KERNELS if requested == "auto" else [requested]:
@@ -83,13 +80,15 @@ def avoid_plans() -> None:
 
 
 def _missing_requirement(name: str) -> str | None:
-    """Return why these kernels can't run on this machine; None if they can."""
     if name == "fa2":
         return None
     if hip is not None or torch.cuda.get_device_capability()[0] not in _CAPABILITIES[name]:
         return "this GPU doesn't support them"
     if name in _MODULES:
-        return None if _has_module(_MODULES[name]) else f"the module {_MODULES[name]} isn't installed"
+        with suppress(ImportError):  # the parent package may be missing
+            if importlib.util.find_spec(_MODULES[name]) is not None:
+                return None
+        return f"the module {_MODULES[name]} isn't installed"
     if (torch.backends.cudnn.version() or 0) < _CUDNN_WITH_EMPTY_SEGMENTS:
         return "cuDNN is older than 9.25, the first that takes empty segments"
     if torch.are_deterministic_algorithms_enabled():
@@ -97,15 +96,7 @@ def _missing_requirement(name: str) -> str | None:
     return None
 
 
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # the parent package is missing
-        return False
-
-
 def _activation_problem(name: str, hf_config: Any) -> str | None:
-    """Activate and try kernels. Return why they can't be used; None if they work."""
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     try:

@@ -17,7 +17,7 @@ from biphasic.model import attention
 from biphasic.model.architecture import Architecture
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_at_targets
-from biphasic.model.packing_probe import computes_own_logits, packing_problem
+from biphasic.model.probe import computes_own_logits, packing_problem
 from biphasic.model.segments import Segments
 
 if TYPE_CHECKING:
@@ -29,15 +29,10 @@ MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
 
 
 class LanguageModel(nn.Module):
-    """A Hugging Face base model with `biphasic` attention, and a head.
+    """A Hugging Face base model with `biphasic` attention, and a language-model head.
 
-    Args:
-        backbone: the base model, with its Hugging Face configuration in `backbone.config`.
-        lm_head: linear layer from hidden states to logits; may share its weight with the embedding.
-        head: layers between the two (ModernBERT).
-
-    Attributes:
-        compiled_loss: whether the loss is compiled; set by `biphasic.training.compute.configure_compute`.
+    `lm_head` may share its weight with the embedding; `head` are layers between the two (ModernBERT). `compiled_loss` is set
+    by `biphasic.training.compute.configure_compute`.
     """
 
     def __init__(self, backbone: nn.Module, lm_head: nn.Linear, head: nn.Module | None = None):
@@ -57,9 +52,8 @@ class LanguageModel(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, segments: Segments, causal: bool) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy, an fp32 scalar in nats, and the number of targets, an int64 scalar.
 
-        Inputs and targets are int64 [tokens]; targets are `IGNORE` where nothing is predicted. The loss is computed
-        here, and not by the caller from hidden states, because FSDP gathers the head's weight only during this module's
-        forward.
+        Inputs and targets are int64 [tokens]; targets are `IGNORE` where nothing is predicted. The loss is computed here,
+        because FSDP gathers the head's weight only during this module's forward.
         """
         hidden = packed_forward(self.backbone, inputs, segments, causal)
         if self.logit_scale != 1:
@@ -77,16 +71,14 @@ class LanguageModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The backbone's Hugging Face configuration."""
         return self.backbone.config
 
     def architecture(self) -> Architecture:
-        """Return the model's dimensions."""
         return Architecture.from_hf_config(self.config)
 
     @property
     def rope_theta(self) -> float:
-        """Base of the rotary positions. Raises a UserError if there isn't exactly one."""
+        """Raises a UserError if there isn't exactly one base of rotary positions."""
         return plain_rope(self.config)["rope_theta"]
 
     def set_rope_theta(self, rope_theta: float | None) -> None:
@@ -124,13 +116,9 @@ class LanguageModel(nn.Module):
 def language_model_of(network: Any, name: str, longest: int | None = None) -> LanguageModel:
     """Return the language model of a Hugging Face network with a head, whose weights it shares, with `biphasic` attention.
 
-    Args:
-        network: a class with a language-model head, on any device.
-        name: what messages call it, such as `model PATH`.
-        longest: number of tokens in the longest row to train on. Default: the model's own limit.
-
-    Raises:
-        UserError: its head isn't one linear layer, or it can't be computed on packed segments in both directions.
+    Messages call it `name`, such as `model PATH`. `longest` is the number of tokens in the longest row to train on. Default:
+    the model's own limit. Raises a UserError if its head isn't one linear layer, or it can't be computed on packed segments
+    in both directions.
     """
     attention.register()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -172,34 +160,23 @@ def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:
 
 
 def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:
-    """Build the Hugging Face configuration of a Llama with these dimensions, for sequences of up to `positions` tokens.
-
-    `settings` replace the defaults of `rms_norm_eps`, `rope_theta` and `initializer_range`.
-    """
+    """Build a Llama's configuration. `settings` replace `rms_norm_eps`, `rope_theta` and `initializer_range`."""
     from transformers import LlamaConfig
 
     values: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "initializer_range": 0.02, **settings}
     # transformers initializes the padding token's embedding with zeros.
     values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return LlamaConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=positions,
-        tie_word_embeddings=size.tied,
-        **values,
-    )
+        vocab_size=size.vocab_size, hidden_size=size.hidden, intermediate_size=size.ffn, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
+        max_position_embeddings=positions, tie_word_embeddings=size.tied, **values,
+    )  # fmt: skip
 
 
 def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = None) -> LanguageModel:
     """Build a network with new weights in fp32, drawn from a normal distribution with std `initializer_range`.
 
-    `device` is the device to draw the weights on. Default: CPU. Different device types draw different weights from the
-    same seed, and `meta` allocates none.
+    Different types of the `device`, by default the CPU, draw different weights from the same seed; `meta` allocates none.
     """
     attention.register()
     from transformers import AutoModel
@@ -223,7 +200,6 @@ def has_head_bias(hf_config: Any) -> bool:
 
 
 def _prediction_head(hf_config: Any) -> nn.Module | None:
-    """Return new layers between backbone and language-model head, for families that have some."""
     if hf_config.model_type not in MODERNBERT_HEADS:
         return None
     from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead

@@ -49,7 +49,6 @@ def round_residual(backbone: Any) -> None:
 
 
 def _recomputed_forward(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    """Run a layer's forward function. In training, store only its inputs, and run it again in the backward pass."""
     return checkpoint(forward, *inputs, use_reentrant=False, **named) if layer.training else forward(*inputs, **named)
 
 

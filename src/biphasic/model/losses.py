@@ -102,10 +102,8 @@ def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return a chunk's summed loss and the gradient of its logits, with twice the logits' memory in fp32.
-
-    log_softmax processes a row while it is in the cache; logsumexp reads and writes all logits several times.
-    """
+    """Return a chunk's summed loss and the gradient of its logits, with twice the logits' memory in fp32."""
+    # log_softmax processes a row while it is in the cache; logsumexp reads and writes all logits several times.
     capped = _softcapped(logits, softcap)
     log_probabilities = capped.log_softmax(1)
     loss = -log_probabilities.gather(1, targets).sum()
@@ -117,10 +115,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -
 
 
 def _loss_and_gradient_to_compile(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Compute `_loss_and_gradient` without scatter.
-
-    The compiled function reads the logits two or three times, writes them once, and needs no temporaries.
-    """
+    """Compute `_loss_and_gradient` without scatter and, once compiled, without temporaries."""
     # Not in place: torch 2.11's compiler lets `gather` read logits that are overwritten already (its loss is 2% off).
     capped = logits.float() if softcap is None else (logits.float() / softcap).tanh() * softcap
     normalizer = capped.logsumexp(1, keepdim=True)
@@ -158,7 +153,7 @@ def cross_entropy_at_targets(
     Args:
         hidden: the backbone's hidden states, [..., width].
         weight: the head's weight, [vocabulary, width].
-        targets: int64 [...]; `IGNORE` (-100) where nothing is predicted.
+        targets: int64 [...]; -100 where nothing is predicted.
         softcap: bound of the absolute logits, applied by tanh (Gemma 2).
         compiled: whether the operations between the matrix products are compiled.
         bias: the head's bias, [vocabulary].

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from biphasic.errors import UserError, first_line
+from biphasic.errors import UserError
 from biphasic.model.architecture import PoolingMode
 from biphasic.model.segments import Segments
 from biphasic.storage import user_errors
@@ -48,15 +48,12 @@ def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
 
 @dataclass(frozen=True)
 class Pooling:
-    """Pools a text's hidden states to an embedding.
-
-    Attributes:
-        mode: `mean`, `cls` (first hidden state), `lasttoken`, or `max` (maximum of each dimension).
-        normalize: whether embeddings are scaled to L2 norm 1.
-    """
+    """Pools a text's hidden states to an embedding."""
 
     mode: PoolingMode = "mean"
+    """`mean`, `cls` (first hidden state), `lasttoken`, or `max` (maximum of each dimension)."""
     normalize: bool = False
+    """Whether embeddings are scaled to L2 norm 1."""
 
     def __call__(self, hidden: Tensor, segments: Segments) -> Tensor:
         """Pool hidden states [tokens, width] to embeddings, fp32 [segments, width]."""
@@ -75,30 +72,23 @@ class Pooling:
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The sentence-transformers settings in a model's files. None means that the files don't specify a setting.
-
-    Attributes:
-        prompts: prompts to put before texts, by role or task.
-        default_prompt: name of the prompt for texts that have no other prompt.
-        max_length: maximum number of tokens of a text, including special tokens.
-        truncate_dim: number of first values of an embedding that are used.
-    """
+    """The sentence-transformers settings in a model's files. None means that the files don't specify a setting."""
 
     prompts: dict[str, str] = field(default_factory=dict)
+    """Prompts to put before texts, by role or task."""
     default_prompt: str | None = None
+    """Name of the prompt for texts that have no other prompt."""
     max_length: int | None = None
+    """Maximum number of tokens of a text, including special tokens."""
     lowercase: bool = False
     pooling: Pooling | None = None
     similarity: Literal["cosine", "dot"] = "cosine"
     truncate_dim: int | None = None
+    """Number of first values of an embedding that are used."""
 
 
 def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSettings:
-    """Read the sentence-transformers settings of a folder or hub id.
-
-    Raises:
-        UserError: a file is missing or damaged, the files are inconsistent, or a setting isn't supported.
-    """
+    """Read the sentence-transformers settings of a folder or hub id. Raises a UserError if one is wrong or unsupported."""
     read = functools.partial(_json, path, revision)
     content, modules = read("config_sentence_transformers.json") or {}, read("modules.json")
     files = _TRANSFORMER_FILES if modules is not None else _TRANSFORMER_FILES[:1]
@@ -122,7 +112,6 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
 
 
 def _require_supported(path: str, transformer: dict[str, Any]) -> None:
-    """Raise a UserError if the encoder's settings change its input or output in a way that isn't supported."""
     values = {**transformer, "modality_config": (transformer.get("modality_config") or {}).get("text")}
     for key in _ARGUMENTS:
         arguments = transformer.get(key) or {}
@@ -136,15 +125,10 @@ def _require_supported(path: str, transformer: dict[str, Any]) -> None:
 def _pooling(path: str, read: Callable[[str], Any], modules: list[dict[str, Any]], prompts: dict[str, str]) -> Pooling:
     types = [str(module.get("type")) for module in modules]
     kinds = [name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name for name in types]
-    if "Router" in kinds:
-        raise UserError(
-            f"model {path}: its modules.json has a Router, which runs other modules for queries than for documents; "
-            "expected one encoder: give the folder of one route's Transformer, or use sentence-transformers for both"
-        )
     if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize", "Dropout"} or modules[0].get("path"):
         raise UserError(
             f"model {path}: its modules.json has {', '.join(kinds)}; supported are a Transformer in the folder itself, "
-            "then Pooling, then at most Normalize"
+            "then Pooling, then at most Normalize (of a Router, give the folder of one route's Transformer)"
         )
     for module in modules[2:]:
         name = f"{module.get('path')}/config.json"
@@ -170,17 +154,10 @@ def _pooling(path: str, read: Callable[[str], Any], modules: list[dict[str, Any]
 
 
 def _json(path: str, revision: str | None, name: str) -> Any:
-    """Read a JSON file of a folder or hub id; None if there is no such file.
-
-    Raises a UserError if it can't be read, or the hub doesn't answer and its cache doesn't say whether there is one.
-    """
+    """Read a JSON file of a folder or hub id; None if there is no such file."""
     file = Path(path, name) if Path(path).is_dir() else _hub_file(path, revision, name)
-    try:
+    with user_errors(f"model {path}: {name} can't be read", ValueError):
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
-    except OSError as error:
-        raise UserError(f"model {path}: {name} can't be read ({first_line(error)})") from None
-    except ValueError as error:
-        raise UserError(f"model {path}: {name} can't be read ({error})") from None
     if content is None:
         return None
     is_list = name == "modules.json"

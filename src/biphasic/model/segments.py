@@ -20,8 +20,7 @@ _EXTRA_SQUARES = 64**2
 def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
     """Group the indices of texts into batches with little padding, from the longest text to the shortest.
 
-    A text's cost is its length to the power `exponent`: 1 for a forward pass, 2 for attention. Each batch may have
-    padding of cost `extra` besides the share `_MAX_PADDING`.
+    A text's cost is its length to the power `exponent`. Each batch may have padding of cost `extra` besides `_MAX_PADDING`.
     """
     groups: list[list[int]] = []
     cost = 0
@@ -52,7 +51,6 @@ class DenseGroups:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> DenseGroups:
-        """Group segments of the given lengths."""
         size = torch.tensor(lengths)
         start = size.cumsum(0) - size
         shapes, tokens, masks, outputs, total = [], [], [], torch.empty(int(size.sum()), dtype=torch.int64), 0
@@ -94,11 +92,7 @@ class Segments:
     def of(
         cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, count: int | None = None
     ) -> Segments:
-        """Build segments of the given lengths, each at least 1.
-
-        `max_seqlen` is an upper bound of the lengths. Default: the maximum length. `count` is the number of segments in
-        `cu_seqlens`, of which the last ones may be empty. Default: the number of lengths.
-        """
+        """Build segments of the given lengths, each at least 1; `cu_seqlens` has `count` of them, the last ones empty."""
         ends = torch.zeros((count or len(lengths)) + 1, dtype=torch.int32)
         ends[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
         tokens = sum(lengths)
@@ -115,7 +109,6 @@ class Segments:
 
     @functools.cached_property
     def dense_groups(self) -> DenseGroups:
-        """The segments, grouped for dense attention."""
         return DenseGroups.of(self.lengths, self.cu_seqlens.device)
 
 
@@ -133,10 +126,7 @@ def rounded_count(segments: int) -> int:
 
 
 def visibility_mask(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
-    """Return which tokens of a segment attend to which, as a bool mask [queries, keys].
-
-    With a `window`, tokens attend only to tokens closer than this; 0: no limit.
-    """
+    """Return a bool mask [queries, keys]; with a `window` other than 0, tokens attend only to tokens closer than this."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from biphasic.model.segments import Segments, rounded_count, run_lengths
-from biphasic.objectives.mlm import row_hashes
 from biphasic.objectives.objective import Objective
+from biphasic.objectives.targets import row_hashes
 
 Batch = dict[str, Any]
 """A dictionary as described above."""
@@ -41,35 +41,27 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What is the same for all rows of a global batch.
-
-    Attributes:
-        objective: the objective of the batch.
-        phase: index of the phase; None in validation.
-        mean_targets_per_rank: fp32 scalar, number of targets in the global batch divided by the number of ranks. DDP and
-            FSDP average gradients over ranks, so each rank's summed loss is divided by this number.
-        mean_rows_per_rank: fp32 scalar, number of rows in the global batch divided by the number of ranks.
-        bytes_per_target: fp32 scalar, mean number of bytes of text of a target in the global batch; NaN if unknown.
-    """
+    """What is the same for all rows of a global batch. Tensors are fp32 scalars."""
 
     objective: Objective
     phase: int | None
+    """Index of the phase; None in validation."""
     mean_targets_per_rank: Tensor
+    """Number of targets in the global batch, divided by the number of ranks."""
     mean_rows_per_rank: Tensor | float
+    """Number of rows in the global batch, divided by the number of ranks."""
     bytes_per_target: Tensor
+    """Mean number of bytes of text of a target in the global batch; NaN if unknown."""
 
     @property
     def causal(self) -> bool:
-        """Whether attention is causal."""
         return self.objective.causal
 
     def mean_loss(self, total: Tensor, rows: int) -> Tensor:
-        """Scale the summed loss of a microbatch of `rows` rows, as `mean_over_global_batch` does."""
         return mean_over_global_batch(total, self.mean_targets_per_rank, rows, self.mean_rows_per_rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        """Return the step itself: Composer copies each microbatch."""
-        return self
+        return self  # Composer copies each microbatch
 
 
 def mean_over_global_batch(
@@ -90,22 +82,15 @@ def step_of(batch: Mapping[str, Any]) -> Step:
 
 
 def complete(batch: Any) -> Batch:
-    """Return a loader's batch with the keys that it may leave out, except `counter`.
-
-    Raises:
-        ValueError: it is not a dictionary with `input_ids`, int [rows, length].
-    """
-    if (
-        not isinstance(batch, Mapping)
-        or not isinstance(batch.get("input_ids"), Tensor)
-        or batch["input_ids"].dim() != 2
-    ):
+    """Return a loader's batch with the keys that it may leave out, except `counter`. Raises a ValueError if it is none."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         raise ValueError(
             "expected batches that are dictionaries with `input_ids`, int64 [rows, length], and optionally `segment_ids` or "
-            f"`position_ids`, and `attention_mask`; got {type(batch).__name__}"
-            + (f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "")
+            f"`position_ids`, and `attention_mask`; got {type(batch).__name__}{keys}"
         )
-    tokens, mask = batch["input_ids"].long(), batch.get("attention_mask")
+    tokens, mask = tokens.long(), batch.get("attention_mask")
     segment_ids = batch.get("segment_ids")
     if segment_ids is None and batch.get("position_ids") is not None:
         segment_ids = (batch["position_ids"] == 0).cumsum(1)

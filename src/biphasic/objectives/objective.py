@@ -14,22 +14,17 @@ from biphasic.durations import Duration
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from biphasic.objectives.mlm import Vocabulary
+    from biphasic.objectives.targets import Vocabulary
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What the random numbers of a batch are a function of, besides their purpose.
+    """What the random numbers of a batch are a function of, besides their purpose."""
 
-    Attributes:
-        row_ids: int64 [rows].
-        seed: the run's seed.
-        counter: a number that changes each time a row is seen again. 0 in validation.
-    """
-
-    row_ids: Tensor
+    row_ids: Tensor  # int64 [rows]
     seed: int
     counter: int
+    """A number that changes each time a row is seen again. 0 in validation."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +33,6 @@ class Objective:
 
     A subclass sets the class attributes and defines `inputs_and_targets` and `predicted_share`. Its fields are the keys of
     its phase in a YAML, where `name: MODULE.CLASS` chooses it.
-
-    Attributes:
-        until: end of the phase, counted from the start of the run (`21000ba`, `0.5dur`); None for the last phase.
-        reset_optimizer: whether to reset the optimizer state when the phase begins.
     """
 
     name: ClassVar[str]
@@ -52,19 +43,18 @@ class Objective:
     """What it is called in a model card."""
 
     until: Duration | str | None = None
+    """End of the phase, counted from the start of the run (`21000ba`, `0.5dur`); None for the last phase."""
     reset_optimizer: bool = False
+    """Whether to reset the optimizer state when the phase begins."""
 
     def inputs_and_targets(
         self, tokens: Tensor, segment_ids: Tensor, vocabulary: Vocabulary, draws: Draws, share: Callable[[], float]
     ) -> tuple[Tensor, Tensor]:
         """Return a batch's inputs and targets, int64 [rows, length] each; targets are -100 where nothing is predicted.
 
-        Args:
-            tokens: int64 [rows, length].
-            segment_ids: int [rows, length]: 1 for a row's first segment, 2 for the second, …; 0 for padding.
-            vocabulary: which tokens exist and which are special.
-            draws: what random numbers depend on (`biphasic.objectives.mlm.random_integers`).
-            share: returns the share of the phase that has passed, from 0 to 1.
+        Tokens are int64 [rows, length], and `segment_ids` int [rows, length]: 1 for a row's first segment, 2 for the
+        second, …; 0 for padding. `draws` are for `biphasic.objectives.targets.random_integers`, and `share` returns the
+        share of the phase that has passed, from 0 to 1.
         """
         raise NotImplementedError
 
@@ -95,13 +85,11 @@ class CLM(Objective):
     def inputs_and_targets(
         self, tokens: Tensor, segment_ids: Tensor, vocabulary: Vocabulary, draws: Draws, share: Callable[[], float]
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens, and the next token of the segment at each position."""
-        from biphasic.objectives.clm import clm_targets
+        from biphasic.objectives.targets import clm_targets
 
         return tokens, clm_targets(tokens, segment_ids)
 
     def predicted_share(self, share: float) -> float:
-        """Return 1: all but the last token of a segment."""
         return 1.0
 
 
@@ -124,21 +112,18 @@ class Replacement:
 
 @dataclass(frozen=True)
 class MLM(Objective):
-    """Masked language modeling: masked tokens are predicted from the tokens on both sides in their segment.
-
-    Attributes:
-        masking_ratio: probability with which each token is selected; a number in (0, 1) or a `Ramp`.
-        replacement: what stands in place of the selected tokens.
-        target: `same` predicts a masked token at its own position, `next` at the position before it, as CLM does.
-    """
+    """Masked language modeling: masked tokens are predicted from the tokens on both sides in their segment."""
 
     name = "mlm"
     causal = False
     words = "masked language modeling"
 
     masking_ratio: Any = 0.4
+    """Probability with which each token is selected; a number in (0, 1) or a `Ramp`."""
     replacement: Any = Replacement()
+    """What stands in place of the selected tokens."""
     target: Literal["same", "next"] = "same"
+    """`same` predicts a masked token at its own position, `next` at the position before it, as CLM does."""
 
     def __post_init__(self) -> None:
         ratio = self.masking_ratio
@@ -149,8 +134,7 @@ class MLM(Objective):
     def inputs_and_targets(
         self, tokens: Tensor, segment_ids: Tensor, vocabulary: Vocabulary, draws: Draws, share: Callable[[], float]
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens with masks, and the masked tokens as targets."""
-        from biphasic.objectives.mlm import mlm_inputs_and_targets
+        from biphasic.objectives.targets import mlm_inputs_and_targets
 
         return mlm_inputs_and_targets(
             tokens,
@@ -166,11 +150,9 @@ class MLM(Objective):
         )
 
     def predicted_share(self, share: float) -> float:
-        """Return the masking ratio. A ramp reaches its `end` at the phase's end."""
         return self._ratio(lambda: share)
 
     def metrics(self, share: Callable[[], float]) -> dict[str, float]:
-        """Return the masking ratio."""
         return {"objective/masking_ratio": self._ratio(share)}
 
     def validating(self, masking_ratio: float) -> MLM:

@@ -41,18 +41,15 @@ class AnomalyLog:
         local = rows["row_ids"].tolist()
         row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
         if is_first_rank():
-            when = {
-                "batch": int(state.timestamp.batch) if batch is None else batch,
-                "epoch": int(state.timestamp.epoch),
-            }
-            if (phase := _phase(state.batch)) is not None:
-                when["phase"] = phase
+            batch = int(state.timestamp.batch) if batch is None else batch
+            phase = _phase(rows)
+            when = {"batch": batch, "epoch": int(state.timestamp.epoch), **({} if phase is None else {"phase": phase})}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
             if self._report is not None:
                 message = ", ".join(f"{name}: {value}" for name, value in fields.items())
-                self._report("spike" if fields["anomaly"] == "spike" else "skipped", message, when["batch"])
+                self._report("spike" if fields["anomaly"] == "spike" else "skipped", message, batch)
         return row_ids
 
 
@@ -68,7 +65,6 @@ class SpikeDetector(Callback):
         self._phase = -1
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Record the batch if its loss is a spike."""
         phase = _phase(state.batch) or 0
         if phase != self._phase:
             self._phase = phase
@@ -85,9 +81,7 @@ class SpikeDetector(Callback):
         self._losses.append(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last losses and their phase, as plain values."""
         return {"losses": list(self._losses), "phase": self._phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the last losses and their phase."""
         self._losses, self._phase = deque(state["losses"], maxlen=_WINDOW), state["phase"]

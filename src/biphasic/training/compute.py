@@ -45,14 +45,13 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
             option of the model; or nothing can be compiled for the GPU.
     """
     gpu = torch.cuda.is_available()
+    dtype, problem = torch.bfloat16 if precision == "amp_bf16" else torch.float32, None
     if config.attention != "auto" and not attention.backend_available(config.attention):
-        reason = "needs a GPU" if not gpu else "doesn't run on this GPU"
-        if gpu and config.attention == "flash2":
-            reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
-        raise UserError(f"compute.attention: {config.attention} {reason}: choose another backend, or auto")
-    dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
-    if gpu and (option := attention.missing_option(model.config, config.attention, dtype, training=True)):
-        raise UserError(f"compute.attention: {config.attention} has no {option}: choose another backend, or auto")
+        problem = "doesn't run on this GPU, or with this torch" if gpu else "needs a GPU"
+    elif gpu and (option := attention.missing_option(model.config, config.attention, dtype, training=True)):
+        problem = f"has no {option}"
+    if problem is not None:
+        raise UserError(f"compute.attention: {config.attention} {problem}: choose another backend, or auto")
     backend = attention.choose_backend(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
     kernels = ""
     if gpu and backend == "varlen":
@@ -65,29 +64,30 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     backbone: Any = model.backbone
     backbone.attention_backend = backend
     model.compiled_loss = gpu if config.compile == "auto" else config.compile is not False
+    details = list[str]()
     if model.compiled_loss:
         if gpu:
             require_compiler()
         decoder_layers.compile_layers(backbone, MAX_AUTOTUNE if config.compile == MAX_AUTOTUNE else "default")
+        details += [MAX_AUTOTUNE] * (config.compile == MAX_AUTOTUNE)
     if config.residual == "bf16":
         decoder_layers.round_residual(backbone)
+        details.append("bf16 residual")
     count = len(backbone.layers)
     decoder_layers.recompute_layers(backbone, config.recomputed(count))
-    recomputed = decoder_layers.recomputed_layers(backbone)
-    compiled = "compiled" if model.compiled_loss else "not compiled"
-    details = [MAX_AUTOTUNE] * (config.compile == MAX_AUTOTUNE) + ["bf16 residual"] * (config.residual == "bf16")
-    details += [f"{recomputed} of {count} layers recomputed"] * bool(recomputed)
-    shown = f" ({', '.join(details)})" if details else ""
+    if recomputed := decoder_layers.recomputed_layers(backbone):
+        details.append(f"{recomputed} of {count} layers recomputed")
+    compiled, shown = "compiled" if model.compiled_loss else "not compiled", f" ({', '.join(details)})" * bool(details)
     return f"layers and loss {compiled}{shown}, attention {backend}{kernels}"
 
 
 class MicrobatchSize(Algorithm):
-    """Algorithm that sets the number of rows in a microbatch, for the rows of each phase.
+    """Algorithm that sets the number of rows in a microbatch, for the rows of each phase, so that it splits a batch evenly.
 
     With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
     result is stored beside the checkpoints for the next start. Composer's own `auto` relies on out-of-memory errors during
-    training, and after such an error FSDP's ranks would wait for each other forever. A `size` is for the rows of the first
-    phase; other rows have about as many tokens in a microbatch.
+    training, after which FSDP's ranks would wait for each other forever. A `size` is for the rows of the first phase; other
+    rows have about as many tokens in a microbatch.
 
     `inputs` is what each phase reads, and `causal` whether its attention is causal. Results are stored in `place`, for the
     same `settings`, of which a row's memory is a function. With `conversions`, the records of the data, measured rows have
@@ -119,21 +119,12 @@ class MicrobatchSize(Algorithm):
                 self._segments[length] = max(self._segments.get(length, 1), count)
 
     def match(self, event: Event, state: State) -> bool:
-        """Run before training, before the validation that a resumed run repeats first, and at each batch."""
         return event in (Event.FIT_START, Event.EVAL_STANDALONE_START, Event.BATCH_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Set the microbatch size, the same on all ranks, so that it splits a rank's batch evenly.
-
-        Weights and optimizer state don't change.
-
-        Raises:
-            UserError: not even one row fits, or a sharded rank ran out of memory.
-        """
         if event == Event.BATCH_START:
             batch: Any = state.batch
-            phase = step_of(batch).phase
-            assert phase is not None
+            phase = step_of(batch).phase or 0
             state.device_train_microbatch_size = self.sizes[phase]
             self._shape = self.sizes[phase], self.inputs[phase].shape.row_length
         elif not self.sizes:
@@ -152,10 +143,7 @@ class MicrobatchSize(Algorithm):
                     torch.cuda.reset_peak_memory_stats()
 
     def out_of_memory(self, state: State) -> UserError:
-        """Return the error of a rank that ran out of GPU memory in training.
-
-        If the size was measured, a tenth less is stored as the result for the next start.
-        """
+        """Return the error of a rank that ran out of GPU memory. A measured size is stored as a tenth less."""
         rows, length = self._shape
         if self.sizes and state.dataloader_label != "train":  # a validation
             rows, length = self.sizes[0], self.inputs[0].shape.row_length
@@ -172,7 +160,6 @@ class MicrobatchSize(Algorithm):
         open_store(self.place).write(MICROBATCH_FILE.format(length=length), content)
 
     def _stored(self, length: int) -> int:
-        """Return the stored number of rows that fit; 0 if none is stored for these circumstances."""
         try:
             store = open_store(self.place)
             record = json.loads(store.read(MICROBATCH_FILE.format(length=length)))
@@ -181,17 +168,15 @@ class MicrobatchSize(Algorithm):
             return 0
 
     def _compile(self, state: State) -> None:
-        """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
         model: Any = getattr(state.model, "module", state.model)  # DDP's module
         if model.model.compiled_loss:
+            # For each objective and its rows, so that no phase begins with a slow step.
             lengths = [each.shape.row_length for each in self.inputs]
-            shapes = zip(self.causal, lengths, self.sizes, strict=True)
-            for causal, length, rows in dict.fromkeys(shapes):
+            for causal, length, rows in dict.fromkeys(zip(self.causal, lengths, self.sizes, strict=True)):
                 self._shape = rows, length
                 self._train(state, length, rows, causal)
 
     def _fitting(self, state: State) -> dict[int, int]:
-        """Return how many rows a microbatch may have, by their length."""
         most: dict[int, int] = {}
         for shape in (each.shape for each in self.inputs):
             most[shape.row_length] = max(most.get(shape.row_length, 0), shape.rows // dist.get_world_size())
@@ -203,7 +188,6 @@ class MicrobatchSize(Algorithm):
         return {length: self._largest(state, length, rows) for length, rows in most.items()}
 
     def _largest(self, state: State, length: int, rows: int) -> int:
-        """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
         segments = self._segments.get(length, 1)
         self._circumstances[length] = {"segments": segments, **_circumstances(length, rows), **self.settings}
         # Rank 0 stores what was measured, and a rank that ran out of memory less: in a local folder, that of its own node.
@@ -238,17 +222,13 @@ class MicrobatchSize(Algorithm):
         return None if None in peaks else max(peaks)
 
     def _train(self, state: State, length: int, rows: int, causal: bool) -> None:
-        """Run two forward and backward passes, then restore the RNG states. Composer sets the model's mode afterwards.
-
-        transformers loads backbones in evaluation mode, in which no layer is recomputed. Dropout draws random numbers,
-        and training must not depend on whether the microbatch was measured or read from the file.
-        """
+        """Run two forward and backward passes, then restore the RNG states: measuring must not change the training."""
         model = state.model
         # These passes need no gradient synchronization between DDP ranks.
         context = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
         try:
             with context(), torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-                model.train()
+                model.train()  # transformers loads backbones in evaluation mode, in which no layer is recomputed
                 for _ in range(2):  # the second pass adds to existing gradients
                     with get_precision_context(state.precision, state.precision_config):
                         total, _ = model(self._batch(state, length, rows, causal))
@@ -258,7 +238,6 @@ class MicrobatchSize(Algorithm):
                 optimizer.zero_grad(set_to_none=True)
 
     def _batch(self, state: State, length: int, rows: int, causal: bool) -> Batch:
-        """Return a batch with a target at every position."""
         tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
         count = self._segments.get(length, 1)
         targets = state.device.tensor_to_device(torch.tensor(float(rows * length)))
@@ -273,7 +252,6 @@ class MicrobatchSize(Algorithm):
 
 
 def _has_collectives(state: State) -> bool:
-    """Return whether ranks wait for each other in a forward pass."""
     return state.fsdp_config is not None and dist.get_world_size() > 1
 
 
@@ -295,13 +273,6 @@ def _missing_optimizer_state(state: State) -> float:
 
 
 def _circumstances(length: int, rows: int) -> dict[str, Any]:
-    """Return what was measured, and the memory that is available."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "device": device.name,
-        "memory": device.total_memory,
-        "torch": torch.__version__,
-        "ranks": dist.get_world_size(),
-        "length": length,
-        "most": rows,
-    }
+    about = {"device": device.name, "memory": device.total_memory, "torch": torch.__version__}
+    return {**about, "ranks": dist.get_world_size(), "length": length, "most": rows}

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from composer.core import State
-from composer.loggers import (
-    Logger,
-    LoggerDestination,
-    MLFlowLogger,
-    ProgressBarLogger,
-    TensorboardLogger,
-    WandBLogger,
-)
+from composer.loggers import Logger, LoggerDestination, MLFlowLogger, ProgressBarLogger, TensorboardLogger, WandBLogger
 
 from biphasic.config.pretrain import LoggingConfig, PretrainConfig
 from biphasic.errors import UserError, first_line
@@ -60,7 +53,6 @@ class WandBRunLogger(WandBLogger):
     """
 
     def init(self, state: State, logger: Logger) -> None:
-        """Start or resume the run, on rank 0."""
         if self._enabled:
             import wandb
 
@@ -68,7 +60,6 @@ class WandBRunLogger(WandBLogger):
             atexit.register(self._set_is_in_atexit)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Record values that a resumed run may change, such as Composer's number of nodes."""
         if self._enabled:
             import wandb
 
@@ -100,14 +91,13 @@ class ProgressBar(ProgressBarLogger):
         self.hparams_already_logged_to_console = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: the bar's position is the run's timestamp."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore a checkpoint's state."""
+        pass
 
+    # A resume within an epoch, for which Composer doesn't call `epoch_start`.
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Build the bar after a resume within an epoch, for which Composer doesn't call `epoch_start`."""
         if self.train_pbar is None:
             self.epoch_start(state, logger)
 
@@ -132,7 +122,6 @@ class JSONLLogger(LoggerDestination):
         self.pending: dict[str, float] = {}
 
     def init(self, state: State, logger: Logger) -> None:
-        """Open the file."""
         if is_first_rank():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a+", encoding="utf-8")
@@ -141,13 +130,11 @@ class JSONLLogger(LoggerDestination):
                 self.file.write("\n")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Collect numeric metrics until the end of the batch."""
         for name, value in metrics.items():
             with suppress(TypeError, ValueError):
                 self.pending[name] = float(value)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write the collected metrics with the number of the last trained batch."""
         if self.file is not None and self.pending:
             when = {"batch": state.timestamp.batch.value, "tokens": state.timestamp.token.value, "time": time.time()}
             self.file.write(json.dumps({**when, **self.pending}) + "\n")
@@ -157,7 +144,6 @@ class JSONLLogger(LoggerDestination):
     eval_after_all = eval_standalone_end = fit_end = batch_end  # standalone: a resumed run's `Trainer.eval`
 
     def post_close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
             self.file = None

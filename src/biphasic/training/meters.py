@@ -22,8 +22,6 @@ from biphasic.ranks import is_first_rank
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
 _WINDOW, _MAX_WAIT_SHARE = 50, 0.1
-
-
 _Step = tuple[float, float, float, float, float]
 """A step's seconds, the seconds that it waited for data, its tokens, FLOPs, and hardware FLOPs."""
 
@@ -46,17 +44,13 @@ class Meters(Callback):
     """Callback that logs step durations, tokens and FLOPs per second, and how long steps wait for their batch.
 
     A step lasts from the request for a batch to the end of its training; validation and checkpoints are between steps.
-    Tokens are counted over all ranks, without padding, and FLOPs for one rank (`Architecture.flops`). MFU is FLOP/s
-    divided by the device's dense peak for `precision`, and HFU is the same for `Architecture.hardware_flops`. Both are
-    missing if the peak is unknown, as on CPUs.
+    Tokens are counted over all ranks, without padding, and FLOPs for one rank. MFU and HFU divide `Architecture.flops` and
+    `hardware_flops` by the device's dense peak for `precision`; both are missing if it is unknown, as on CPUs.
 
-    For each batch it logs `time/step_seconds` and `data/wait_seconds`. Every 50 batches it logs `data/wait_share`,
-    `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and `memory/peak_bytes`, and warns if
-    the share is above 10%. At the end it logs and prints the totals of each objective (`throughput/clm/mfu`),
-    percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`), and `data/wait_share_total`.
-
-    The first step after a start is left out, because it waits for loader processes and compilation. Every rank waits for
-    the slowest one, so rank 0's numbers hold for all. Nothing is stored in checkpoints.
+    Each batch has `time/step_seconds` and `data/wait_seconds`; every 50 batches have `data/wait_share` (with a warning above
+    10%), `throughput/…` and `memory/peak_bytes`; the end has each objective's totals (`throughput/clm/mfu`,
+    `time/clm/step_seconds_p50`, `_p90`, `_p99`), which are printed too. The first step after a start is left out, because
+    it waits for loader processes and compilation. Every rank waits for the slowest one, so rank 0's numbers hold for all.
     """
 
     def __init__(self, size: Architecture, recomputed: int, precision: torch.dtype):
@@ -71,18 +65,16 @@ class Meters(Callback):
         self._first_step_done = False
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Record the start of a step."""
         self._step_start = time.perf_counter()
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Log how long the step waited for its batch."""
         self._waiting = time.perf_counter() - self._step_start
         logger.log_metrics({"data/wait_seconds": self._waiting})
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Count the batch's FLOPs. The gradient norm has just synchronized host and device, so reading targets is free."""
         batch: Any = state.batch
         step = step_of(batch)
+        # The gradient norm has just synchronized host and device, so reading targets is free.
         targets = float(step.mean_targets_per_rank)
         document_lengths = [length for lengths in batch["lengths"] for length in lengths]
         self._flops = (
@@ -91,7 +83,6 @@ class Meters(Callback):
         )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log the step's duration, and the window's metrics if the window is full."""
         seconds = time.perf_counter() - self._step_start
         if not self._first_step_done:
             self._first_step_done = True
@@ -110,16 +101,14 @@ class Meters(Callback):
         rates = {f"throughput/{name}": value for name, value in _rates(self._window, self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
         if share > _MAX_WAIT_SHARE and is_first_rank():
-            _log.warning(
-                "the run waits for data: %.0f%% of the last %d steps' time; raise data.num_workers or data.predownload, "
-                "or use a larger data.cache_limit or a faster connection to the shards",
-                100 * share,
-                _WINDOW,
+            advice = (
+                "raise data.num_workers or data.predownload, or use a larger data.cache_limit or a faster connection"
             )
+            message = "the run waits for data: %.0f%% of the last %d steps' time; %s to the shards"
+            _log.warning(message, 100 * share, _WINDOW, advice)
         self._window = []
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Log and print the run's totals."""
         if not self._steps:
             return
         lines = []
@@ -134,9 +123,8 @@ class Meters(Callback):
             lines.append(f"{objective}: {speed}; {len(steps):,} steps: {times}")
         share = _waiting_share(list(itertools.chain(*self._steps.values())))
         logger.log_metrics({"data/wait_share_total": share, "memory/peak_bytes": peak_memory()})
-        lines.append(
-            f"waited for data: {share:.1%} of the training steps' time; peak memory {format_bytes(peak_memory())}"
-        )
+        memory = format_bytes(peak_memory())
+        lines.append(f"waited for data: {share:.1%} of the training steps' time; peak memory {memory}")
         if is_first_rank():
             print("\n".join(lines))
 

@@ -51,7 +51,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer, groups in ((self._muon, self.param_groups[:1]), (self._adamw, self.param_groups[1:])):
             # Assigned at each step, because loading a checkpoint replaces this optimizer's groups and state.
@@ -63,9 +62,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class WarmupStableDecay(Algorithm):
     """Algorithm that sets the learning rate: a linear warmup from 0, a stable phase, and a decay to `max_duration`.
 
-    The rate depends only on the timestamp and the run's `max_duration`, so nothing is stored in checkpoints. It is not a
-    Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last batch: every
-    rate would come one batch late, so that the first is used twice and the last never.
+    The rate depends only on the timestamp and `max_duration`, so nothing is stored. It is not a Composer scheduler, because
+    Composer asks for the next batch's rate before it counts the last batch: every rate would come one batch late.
 
     Args:
         warmup: length of the warmup, such as `2000ba`.
@@ -93,11 +91,9 @@ class WarmupStableDecay(Algorithm):
         self.decay_shape, self.final_lr = decay_shape, final_lr
 
     def match(self, event: Event, state: State) -> bool:
-        """Run before each batch."""
         return event == Event.BATCH_START
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Set the learning rate of the batch."""
         end = Duration.parse(str(state.max_duration))
         if self.decay.value and self.decay.unit not in ("dur", end.unit):
             raise UserError(f"decay: expected the unit of max_duration ({end}), or dur; got {self.decay}")

@@ -62,14 +62,8 @@ def parallelism_config(strategy: Strategy, shard_degree: int | str, *, monolithi
     shards = shard_ranks(shard_degree, ranks, dist.get_local_world_size())
     if ranks % shards:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
-    return {
-        "fsdp": _FSDP2(
-            ranks // shards,
-            shards,
-            state_dict_type="full" if monolithic else "sharded",
-            mixed_precision="DEFAULT",
-        )
-    }
+    form = "full" if monolithic else "sharded"
+    return {"fsdp": _FSDP2(ranks // shards, shards, state_dict_type=form, mixed_precision="DEFAULT")}
 
 
 class _FSDP2(FSDP2Config):
@@ -97,7 +91,6 @@ class ShardedModel(Callback):
         self.layers = layers
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Set collectives and inputs, and save sharded checkpoints even after a monolithic one was loaded."""
         if state.device_mesh is not None:
             # PyTorch creates the groups of HSDP with its own timeout, 600 s for NCCL.
             for group in state.device_mesh.get_all_groups():
@@ -106,7 +99,7 @@ class ShardedModel(Callback):
         rank_device()
         set_collectives(state.model, self.layers)
         keep_inputs(state.model)
-        if state.fsdp_config is not None:
+        if state.fsdp_config is not None:  # also after a monolithic checkpoint was loaded
             state.fsdp_config.state_dict_type = "sharded"
 
 

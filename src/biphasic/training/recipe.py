@@ -31,8 +31,8 @@ from biphasic.durations import TrainingProgress
 from biphasic.initial_model import build_language_model
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
-from biphasic.objectives.mlm import Vocabulary
 from biphasic.objectives.objective import CLM, MLM, Objective
+from biphasic.objectives.targets import Vocabulary
 from biphasic.ranks import is_first_rank
 from biphasic.timeline import resolve_phases
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
@@ -102,14 +102,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
     # Optimizer and learning rate
     optimizer = build_optimizer(model, model.backbone, config.optimizer.name, **config.optimizer.adam)
-    schedule = config.schedule
-    learning_rate = WarmupStableDecay(
-        schedule.warmup,
-        schedule.decay,
-        config.optimizer.lr,
-        decay_shape=schedule.decay_shape,
-        final_lr=schedule.final_lr,
-    )
+    rate = config.schedule
+    shape = {"decay_shape": rate.decay_shape, "final_lr": rate.final_lr}
+    learning_rate = WarmupStableDecay(rate.warmup, rate.decay, config.optimizer.lr, **shape)
 
     # Phases: which objective a batch has
     bases, validation = [each.rope_theta for each in config.inputs], _validation_objectives(config)
@@ -126,14 +121,13 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     anomalies = AnomalyLog(config.run_folder, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
-    is_by_segment = model.backbone.attention_backend in ("varlen", "flash2")
     microbatch = MicrobatchSize(
         config.microbatch_size,
         inputs,
         [phase.causal for phase in phases],
         config.checkpoint_destination,
         config.model_dump(mode="json", include={"model", "precision", "parallelism", "compute"}),
-        conversions if is_by_segment else {},
+        conversions if model.backbone.attention_backend == "varlen" else {},
     )
     algorithms: list[Algorithm] = [learning_rate, objective, microbatch, guard]
 
@@ -182,12 +176,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
 
 def _leave_out(checkpoint: dict[str, Any]) -> None:
-    """Remove what no run needs from the state to load, since a checkpoint that was written on CPUs lacks a GPU's part of it.
-
-    No precision here needs a scaler, and each batch seeds its random numbers.
-    """
-    checkpoint["state"].pop("scaler", None)
-    checkpoint.pop("rng", None)
+    """Remove what no run needs from the state to load: a checkpoint that was written on CPUs lacks a GPU's part of it."""
+    checkpoint["state"].pop("scaler", None)  # no precision here needs one
+    checkpoint.pop("rng", None)  # each batch seeds its random numbers
 
 
 def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tuple[LanguageModel, Strategy]:
@@ -209,14 +200,12 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
 
 
 def _validation_objectives(config: PretrainConfig) -> dict[str, Objective]:
-    """Return the objectives of validation by name: CLM and MLM, and those that phases have besides them."""
     # A head that predicts masked tokens from the position before can't be validated at their own position.
     last = {each.name: each for each in (CLM(), MLM(), *(phase.objective for phase in config.objective.phases))}
     return {name: each.validating(config.evaluation.masking_ratio) for name, each in last.items()}
 
 
 def _evaluators(config: PretrainConfig, run: Run, vocab_size: int, objectives: Iterable[str]) -> list[Evaluator]:
-    """Return an evaluator of the validation split for each objective, by its name."""
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()

@@ -42,7 +42,6 @@ class RunRecord(Callback):
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Count the batch in the run's and its phase's totals, and record its losses, which replace those before it."""
         batch: Any = state.batch
         index = step_of(batch).phase
         previous, record = state.previous_timestamp, self.record
@@ -58,23 +57,17 @@ class RunRecord(Callback):
         record["losses"] = kept | {name: float(value) for name, value in (state.total_loss_dict or {}).items()}
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Record the validation losses."""
         label = state.dataloader_label
         for name, metric in state.eval_metrics.get(str(label), {}).items():
             self.record["losses"][f"metrics/{label}/{name}"] = float(metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record as one string of JSON.
-
-        PyTorch would store a dictionary's entries one by one, and a run that starts from a sharded checkpoint would
-        need to have the same entries, such as the same number of phases.
-        """
-        # A phase may have changed the rotary positions.
+        # One string: PyTorch would store a dictionary's entries one by one, and a run that starts from a sharded checkpoint
+        # would need to have the same ones, such as the same number of phases. A phase may have changed the rotary positions.
         backbone = json.dumps({**self._backbone.to_diff_dict(), "model_type": self._backbone.model_type})
         return {"record": json.dumps({**self.record, "backbone": backbone})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint's counts and losses. Command and provenance stay those of this attempt."""
         previous = json.loads(state["record"])
         for name in ("batches", "rows", "tokens", "epochs", "seconds", "losses"):
             self.record[name] = previous[name]

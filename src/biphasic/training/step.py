@@ -72,34 +72,30 @@ class PretrainModel(ComposerModel):
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and the number of targets of a microbatch."""
         inputs, targets = batch["input_ids"].flatten(), batch["labels"].flatten()
         return self.model(inputs, targets, segments_of(batch), step_of(batch).causal)
 
     def loss(  # pyright: ignore[reportIncompatibleMethodOverride] - Composer reads dictionaries too
         self, outputs: tuple[Tensor, Tensor], batch: Batch
     ) -> dict[str, Tensor]:
-        """Return the loss as `total`, which is differentiated, and for curves by objective, in nats and in bits per byte."""
+        # `total` is differentiated; the others are curves by objective.
         step = step_of(batch)
         loss, name = step.mean_loss(outputs[0], len(batch["input_ids"])), step.objective.name
         bits = loss.detach() / math.log(2) / step.bytes_per_target
         return {"total": loss, name: loss, f"{name}_bits_per_byte": bits}
 
     def eval_forward(self, batch: Batch, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return `outputs` if given, else call `forward`."""
         return outputs if outputs is not None else self.forward(batch)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Return the validation metrics: the mean loss per target, in nats, and bits per byte. Training logs its loss."""
         # NaN stays NaN. "disable" would keep it too, but ignores the weights (torchmetrics 1.9, issue 3434).
         metrics = {"loss": MeanMetric, "bits_per_byte": BitsPerByte}
         return {} if is_train else {name: metric(nan_strategy=math.nan) for name, metric in metrics.items()}
 
     def update_metric(self, batch: Batch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
-        """Add a microbatch to the mean loss, or to bits per byte."""
         total, weight = outputs
         if isinstance(metric, BitsPerByte):
-            # Together, the microbatches of all ranks have exactly the bytes of the global batch.
+            # The number of bytes is that of the global batch, spread evenly over its targets: exact once all are added.
             total, weight = total / math.log(2), weight * step_of(batch).bytes_per_target
         metric.update(total / weight.clamp(min=1), weight)
         return {}
@@ -113,8 +109,8 @@ class GradientGuard(Algorithm):
     """Algorithm that clips the gradient norm, and checks loss and norm for NaN and Inf before the optimizer step.
 
     After a NaN or Inf on any rank, all ranks skip the batch: weights and optimizer state don't change, and data and learning
-    rate advance. After `max_skipped` such batches in a run, the next one ends the run on all ranks, with the weights as they
-    were before it. The ids of the batch's rows are written to `anomalies`.
+    rate advance. After `max_skipped` such batches in a run, the next one raises a UserError on all ranks, with the weights
+    as they were before it. The ids of the batch's rows are written to `anomalies`.
 
     Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, including this
     batch. A `clip_norm` of None means no clipping. `advice` is the start of the error message's advice.
@@ -126,15 +122,9 @@ class GradientGuard(Algorithm):
         self._loss_is_bad: Tensor | None = None
 
     def match(self, event: Event, state: State) -> bool:
-        """Run after each microbatch's loss, and before the optimizer step."""
         return event in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Check a microbatch's loss, or clip the batch's gradients and skip the batch if loss or norm is NaN or Inf.
-
-        Raises:
-            UserError: loss or gradient norm is NaN or Inf after `max_skipped` skips; raised on all ranks.
-        """
         if event == Event.AFTER_LOSS:
             loss: Any = state.loss
             is_bad = ~torch.isfinite(loss["total"].detach())
@@ -168,9 +158,7 @@ class GradientGuard(Algorithm):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped batches."""
         return {"repr": "GradientGuard", "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of skipped batches."""
         self.skipped = state["skipped"]

@@ -12,16 +12,18 @@ from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from biphasic.data.seeds import derive_seed
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import UserError
+from biphasic.model.forward import packed_forward
+from biphasic.model.language_model import LanguageModel, language_model_of
 from biphasic.model.losses import IGNORE
-from biphasic.objectives.batch import Batch, Step, complete
-from biphasic.objectives.mlm import Vocabulary
+from biphasic.objectives.batch import Batch, Step, complete, segments_of, step_of
 from biphasic.objectives.objective import Draws, Objective
+from biphasic.objectives.targets import Vocabulary
 from biphasic.timeline import ResolvedPhase, phase_at, resolve_phases
-from biphasic.training.hugging_face import compute_prepared_batches
 
 _TOLERANCE = 1e-5
 """Relative difference of two sums of the same losses; the first losses of microbatches differ by little more."""
@@ -88,13 +90,11 @@ class ObjectiveSwitch(Algorithm):
         return phase_at(self._spans[1], time)
 
     def match(self, event: Event, state: State) -> bool:
-        """Run before each batch is split into microbatches, in training and in validation; and once to check the loss."""
         if event in (Event.AFTER_LOSS, Event.BATCH_END):
             return not self._is_checked
         return event in (Event.INIT, Event.BATCH_START, Event.EVAL_BATCH_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Replace the rank's rows by a prepared batch. At a phase's first batch, reset the optimizer if configured."""
         if event == Event.INIT:
             if isinstance(state.model, HuggingFaceModel):
                 compute_prepared_batches(state.model)
@@ -169,18 +169,55 @@ class ObjectiveSwitch(Algorithm):
 
     @property
     def phase_name(self) -> str:
-        """Name of the last batch's phase."""
         if self._spans is None:
             return self.phases[0].name
         return phase_at(self._spans[1], self.last_batch).phase.name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return when the last batch began, as plain values that `weights_only` can load."""
         return {"repr": repr(self), "last_batch": list(astuple(self.last_batch))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore when the last batch began.
-
-        The phase is not stored: it is looked up in this run's phases, because the checkpoint may come from another run.
-        """
+        # The phase is looked up in this run's phases, because the checkpoint may come from another run.
         self.last_batch = TrainingProgress(*state["last_batch"])
+
+
+def compute_prepared_batches(model: Any) -> None:
+    """Change a Composer `HuggingFaceModel` in place, so that it takes batches of `ObjectiveSwitch` besides its own.
+
+    Its network then attends to packed segments, and computes the loss without the complete logits. For validation and
+    training metrics, labels are aligned with logits (`shift_labels=False`).
+
+    Raises:
+        UserError: the network has no linear head on a decoder that can be made causal and bidirectional.
+    """
+    network, name = model.model, type(model.model).__name__
+    if hasattr(network, "_biphasic"):
+        return
+    parts = language_model_of(network, f"model {name}")
+    # Not as an attribute of the network, which would register its modules a second time.
+    original, network._biphasic = network.forward, True
+    model.model_forward_args |= {"input_ids", "labels", "segment_ids", "lengths", "step"}
+    model.shift_labels = False
+    with_logits = bool(model.train_metrics)
+
+    def forward(*inputs: Any, **batch: Any) -> Any:
+        return original(*inputs, **batch) if "step" not in batch else _forward(parts, batch, with_logits)
+
+    network.forward = forward
+
+
+def _forward(parts: LanguageModel, batch: Mapping[str, Any], with_logits: bool) -> Any:
+    """Return the loss of a prepared batch, as transformers' output; its logits if it has no labels, or if asked for."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    step, inputs, targets, loss = step_of(batch), batch["input_ids"], batch.get("labels"), None
+    segments = segments_of(batch)
+    if targets is not None and not with_logits:
+        total, _ = parts(inputs.flatten(), targets.flatten(), segments, step.causal)
+        return CausalLMOutput(loss=step.mean_loss(total, len(inputs)))
+    hidden = packed_forward(parts.backbone, inputs.flatten(), segments, step.causal)
+    logits = parts.logits(hidden).unflatten(0, inputs.shape)
+    if targets is not None:
+        total = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        loss = step.mean_loss(total, len(inputs))
+    return CausalLMOutput(loss=loss, logits=logits)

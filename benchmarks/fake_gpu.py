@@ -78,7 +78,6 @@ class FakeGPU(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return true: functions are compiled under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +130,6 @@ class FakeGPU(TorchDispatchMode):
         return run
 
     def reset_peak(self, *_: Any) -> None:
-        """Set the peak to the current bytes."""
         self.peak = self.current
 
     def _track(self, results: Any) -> None:
@@ -220,7 +218,6 @@ def _seen_by_python(tensor: Any) -> torch.device:
 
 
 def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
-    """Yield patches of PyTorch and Composer."""
     # Devices, see `_device`
     ask_subclass, dispatch = FakeTensor.__torch_dispatch__, FakeTensorMode.dispatch
 

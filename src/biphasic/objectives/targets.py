@@ -1,4 +1,4 @@
-"""Build inputs and targets for masked language modeling (MLM), which predicts masked tokens from both sides.
+"""Build inputs and targets for causal (CLM) and masked language modeling (MLM).
 
 Masks come from a counter-based RNG. The number for (seed, purpose, counter, row, position) is a hash of these five, computed
 with 64-bit integers, which are exact on every device. A row therefore gets the same mask on any rank or machine, together
@@ -43,6 +43,18 @@ class Vocabulary:
         return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
 
 
+def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:
+    """Return the next token of the segment as the target of each position; -100 at its last token and at padding.
+
+    Tokens and targets are int64 [rows, length]; `segment_ids` [rows, length] are 1 for the tokens of a row's first segment,
+    2 for the second, …; 0 for padding.
+    """
+    has_next = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    # Not by indexing with the mask, which would make the host wait for the device.
+    next_tokens = torch.where(has_next, tokens[:, 1:], IGNORE)
+    return torch.cat([next_tokens, torch.full_like(tokens[:, :1], IGNORE)], dim=1)
+
+
 def mlm_inputs_and_targets(
     tokens: Tensor,
     segment_ids: Tensor,
@@ -61,10 +73,8 @@ def mlm_inputs_and_targets(
     Args:
         tokens: int64 [rows, length].
         segment_ids: [rows, length]; 0 at padding.
-        row_ids: int64 [rows], ids in the dataset.
+        row_ids: int64 [rows]; with `seed` and `counter` as in `random_integers`.
         vocabulary: which tokens exist and which are special.
-        seed: seed of the random numbers, as in `random_integers`.
-        counter: counter of the random numbers, as in `random_integers`.
         masking_ratio: probability of selecting a token, in (0, 1).
         random_share: share of the selected tokens that are replaced by a random token instead of the mask token.
         keep_share: share of the selected tokens that are left unchanged.
@@ -72,7 +82,7 @@ def mlm_inputs_and_targets(
             the first token of a segment is never selected.
 
     Returns:
-        Inputs and targets, int64 [rows, length] each; targets are `IGNORE` where nothing is predicted.
+        Inputs and targets, int64 [rows, length] each; targets are -100 where nothing is predicted.
     """
     length = tokens.shape[1]
     special = torch.tensor(vocabulary.special_ids, device=tokens.device)
@@ -118,14 +128,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, length: int) -> Tensor:
-    """Generate uniformly distributed integers in [0, 2**BITS), int64 [rows, length].
+    """Generate uniformly distributed integers in [0, 2**BITS), int64 [rows, length], for rows with these ids, int64 [rows].
 
-    Args:
-        seed: the run's seed.
-        purpose: id of the use; different purposes get independent numbers.
-        counter: a number that changes each time a row is seen again: the epoch, or in a mix the batch. 0 in validation.
-        row_ids: int64 [rows], ids in the dataset.
-        length: number of positions in a row.
+    Different purposes get independent numbers. The counter changes each time a row is seen again: it is the epoch, or in a
+    mix the batch; 0 in validation.
     """
     key = torch.zeros((), dtype=torch.int64, device=row_ids.device)
     for part in (seed, purpose, counter):

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import main
-from biphasic.training.rehearsal import Rehearsal
 from helpers.tiny import ROOT
 
 TINY = """
@@ -33,6 +31,7 @@ compute: {activation_checkpointing: 2}
 # Each fault is made in a process of its own rehearsals, since these replace parts of PyTorch.
 CODE = """
 import json, sys
+sys.path.insert(0, "benchmarks")
 from contextlib import ExitStack
 from unittest import mock
 
@@ -42,7 +41,7 @@ from biphasic.model.architecture import Architecture
 from biphasic.config.load import load
 from biphasic.model import attention, segments
 from biphasic.training import optimizer, recipe
-from biphasic.training.rehearsal import rehearse
+from rehearse import rehearse
 
 of, varlen, flops, build = segments.Segments.of.__func__, attention._varlen, Architecture.flops, recipe.build_optimizer
 
@@ -146,49 +145,6 @@ def test_a_fault_is_found(run: str, problem: str, rehearsals: dict[str, dict[str
 
 def test_a_tensor_on_the_host_stops_the_rehearsal(rehearsals: dict[str, dict[str, Any]]) -> None:
     assert "cpu" in rehearsals["device 1 ddp"]["error"] and "cuda:0" in rehearsals["device 1 ddp"]["error"]
-
-
-def test_the_memory_of_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "tiny.yaml"
-    file.write_text(TINY)
-    calls = []
-
-    def rehearse(config: Any, ranks: int) -> Rehearsal:
-        calls.append((config.run_name, ranks))
-        return Rehearsal(ranks, "ddp", "layers compiled, attention varlen", 4, 10**9, 3 * 10**9, problems=["a problem"])
-
-    monkeypatch.setattr("biphasic.training.rehearsal.rehearse", rehearse)
-    arguments = [str(file), "--plan", "--ranks", "8"]
-    main.main([*arguments, "--memory"])
-    text = capsys.readouterr().out
-    assert "memory estimate  at most 3 GB per rank, of an NVIDIA H100 80GB HBM3's 84.8 GB, with 8 ranks" in text
-    assert "1 GB weights, gradients and optimizer, 2 GB activations" in text and "not counted: " in text
-    assert "PROBLEM: a problem" in text
-    main.main([*arguments, "--memory", "--json"])
-    assert json.loads(capsys.readouterr().out)["rehearsal"]["peak_bytes"] == 3 * 10**9
-    assert calls == [("tiny", 8)] * 2
-    main.main(arguments)
-    assert "memory estimate" not in capsys.readouterr().out and len(calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["yamls/quickstart.yaml", "--memory"], "--memory belongs to --plan"),
-        (
-            ["yamls/sweep/paper.yaml", "--plan", "--memory"],
-            "--memory is for job: pretrain; yamls/sweep/paper.yaml is job: sweep",
-        ),
-    ],
-)
-def test_memory_is_for_plans_of_pretraining(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert main.main(arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_preset(tmp_path: Path) -> None:
