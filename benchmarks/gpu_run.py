@@ -116,13 +116,13 @@ def markdown(record: dict[str, Any]) -> str:
     complete = record["whole"]
     lines = [f"# A run through the switch on {record['machine']['device']}", "",
              f"`{record['command']}`, {record['machine']}", ""]  # fmt: skip
-    lines += ["| phase | tokens/s | MFU | HFU | step, median | p99 |", "|-|-:|-:|-:|-:|-:|"]
+    lines += ["| phase | tokens/s | MFU | step, median | p99 |", "|-|-:|-:|-:|-:|"]
     for phase in ("clm", "mlm"):
-        mfu, hfu = (complete.get(f"throughput/{phase}/{name}") for name in ("mfu", "hfu"))
-        cells = ["" if value is None else f"{value:.1%}" for value in (mfu, hfu)]
-        step = [f"{complete[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
+        mfu = complete.get(f"throughput/{phase}/mfu")
+        share = "" if mfu is None else f"{mfu:.1%}"
+        step = [f"{complete[f'time/{phase}/step_seconds_p{percent}']:.3g} s" for percent in (50, 99)]
         speed = f"{complete[f'throughput/{phase}/tokens_per_second']:,.0f}"
-        lines.append(f"| {' | '.join([phase, speed, *cells, *step])} |")
+        lines.append(f"| {' | '.join([phase, speed, '' if mfu is None else f'{mfu:.1%}', *step])} |")
     if "killed_at" in record:
         identical = (
             f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"

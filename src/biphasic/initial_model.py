@@ -16,12 +16,8 @@ def build_language_model(
     """Build or load the network that a YAML's `model:` section describes, on the CPU in fp32.
 
     New weights depend only on the seed. A loaded model's embedding is enlarged or rebuilt for `tokenizer`, the data's. With
-    `on_meta`, a new model is built on the meta device, for ranks that receive their weights from rank 0; models loaded by
-    `init_from` are not.
-
-    Raises:
-        UserError: the folder or checkpoint can't be used, its positions don't fit rows of `sequence_length`, its
-            `rope_theta` can't be changed, or the tokenizer isn't its own or has more tokens than a new model's `vocab_size`.
+    `on_meta`, a new model is built on the meta device, for ranks that receive their weights from rank 0. Raises a UserError
+    if a model can't be loaded, or its positions, `rope_theta` or vocabulary don't fit.
     """
     if config.init_from is not None:
         # Never with the model's own code, since a checkpoint's network is built without it.

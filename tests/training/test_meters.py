@@ -84,8 +84,8 @@ def test_a_fast_loader_is_not_warned_about(
 
 
 def test_flops_are_counted_from_segments_and_targets(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MFU counts documents' tokens and the positions that are predicted, HFU padding too; one objective at a time."""
-    counted: list[tuple[str, tuple[float, float]]] = []
+    """MFU counts documents' tokens and the positions that are predicted; one objective at a time."""
+    counted: list[tuple[str, float]] = []
     shapes: list[tuple[list[list[int]], int]] = []
     after = Meters.after_train_batch
 
@@ -101,20 +101,18 @@ def test_flops_are_counted_from_segments_and_targets(write_yaml: Write, monkeypa
     size = architecture_of(config.model)
     assert size is not None
     assert [objective for objective, _ in counted] == ["clm"] * 6 + ["mlm"] * 2
-    for (objective, (flops, hardware)), (lengths, predicted) in zip(counted, shapes, strict=True):
+    for (objective, flops), (lengths, predicted) in zip(counted, shapes, strict=True):
         real = [length for row in lengths for length in row]
         assert flops == size.flops(real, objective == "clm", predicted)
-        padding = [LENGTH - sum(row) for row in lengths if sum(row) < LENGTH]
-        assert padding
-        assert hardware == size.flops([*real, *padding], objective == "clm", predicted)
-    rate = sum(flops for _, (flops, _) in counted[6:]) / sum(entry["time/step_seconds"] for entry in entries[6:])
+        assert any(sum(row) < LENGTH for row in lengths)
+    rate = sum(flops for _, flops in counted[6:]) / sum(entry["time/step_seconds"] for entry in entries[6:])
     assert entries[-1]["throughput/mlm/flops_per_second"] == pytest.approx(rate)
     assert "throughput/mlm/mfu" not in entries[-1]
 
 
 def test_mfu_is_the_share_of_the_peak() -> None:
-    steps = [(2.0, 1.0, 100.0, 300.0, 500.0), (6.0, 0.0, 300.0, 700.0, 700.0)]
-    expected = {"tokens_per_second": 50, "flops_per_second": 125, "mfu": 0.25, "hfu": 0.3}
+    steps = [(2.0, 1.0, 100.0, 300.0), (6.0, 0.0, 300.0, 700.0)]
+    expected = {"tokens_per_second": 50, "flops_per_second": 125, "mfu": 0.25}
     assert meters._rates(steps, 500.0) == pytest.approx(expected)
 
 
@@ -154,4 +152,4 @@ def test_peak_flops(name: str, dtype: torch.dtype, peak: float | None) -> None:
 
 
 def test_checkpoints_hold_no_meters() -> None:
-    assert Meters(PRESETS["210m"], 0, torch.float32).state_dict() == {}
+    assert Meters(PRESETS["210m"], torch.float32).state_dict() == {}

@@ -89,7 +89,7 @@ class Architecture:
         return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
 
     def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
-        """Return HFU's numerator: `flops` plus a forward pass of `recomputed` layers. `lengths` include padding."""
+        """Return `flops` plus a forward pass of `recomputed` layers. `lengths` include padding."""
         lengths = list(lengths)
         return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
 

@@ -91,8 +91,8 @@ def attention_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a backbone's forward that its layers pass on to `attention`.
 
-    The requested backend is the backbone's attribute `attention_backend`, if it has one. `device` is the device type of
-    the tokens, and `dtype` that of queries, keys and values. FlexAttention's block masks are added to `segments`.
+    The backbone's `attention_backend`, if it has one, is the requested backend. `device` is the type of the tokens' device,
+    and `dtype` that of queries, keys and values. FlexAttention's block masks are added to `segments`.
     """
     requested: str = getattr(backbone, "attention_backend", "auto")
     backend = choose_backend(backbone.config, requested, device, dtype, backbone.training)

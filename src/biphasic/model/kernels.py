@@ -73,7 +73,7 @@ def avoid_plans() -> None:
     """Turn off cuDNN's attention, unless `select_kernels` has chosen it.
 
     cuDNN takes about 50 ms to prepare a plan for each combination of number of segments, number of tokens, and maximum
-    length (PyTorch, pull request 191576). In fine-tuning and evaluation, nearly every batch has a new combination.
+    length (PyTorch, pull request 191576), of which nearly every batch of fine-tuning and evaluation has a new one.
     """
     if _selected != "cudnn":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -113,13 +113,10 @@ def _activation_problem(name: str, hf_config: Any) -> str | None:
 
 
 def try_attention(hf_config: Any, device: torch.device) -> str:
-    """Check PyTorch's variable-length attention and its gradients, causal and bidirectional, on a few short segments.
+    """Check variable-length attention and its gradients on short segments; return the kernels that ran, by a profile.
 
-    Some segments are empty, as in batches (`Segments.of`). Returns the name of the kernels that ran, according to a
-    profile of the operators.
-
-    Raises:
-        RuntimeError: results differ from dense attention in fp32. The kernels may raise other errors.
+    Some segments are empty, as in batches (`Segments.of`). Raises a RuntimeError if results differ from dense attention in
+    fp32. The kernels may raise other errors.
     """
     from torch.nn.attention import current_flash_attention_impl
 

@@ -22,8 +22,7 @@ microbatch size, and training or validation."""
 def compile_layers(backbone: Any, mode: str = "default") -> None:
     """Compile each decoder layer and the final norm separately. Layers of the same kind share a compilation.
 
-    The first batch with a new microbatch size or objective triggers another compilation. FSDP's hooks and recomputation
-    stay outside the compiled code. `mode` is that of torch.compile.
+    A new microbatch size or objective triggers another one. FSDP's hooks and recomputation stay outside the compiled code.
     """
     compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
     # DDPOptimizer would split each layer's graph at DDP's buckets, but a layer has at most one bucket to overlap.
@@ -55,8 +54,7 @@ def _recomputed_forward(layer: nn.Module, forward: Callable[..., Any], *inputs: 
 def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
     """Store only the inputs of the given layers (counted from 0), and recompute the layers in the backward pass.
 
-    Call this after `compile_layers`, so that compiled forward functions are recomputed as a whole. transformers' own
-    gradient checkpointing would be compiled with the layer, and each recomputed layer would need its own compilation.
+    Call this after `compile_layers`. transformers' own gradient checkpointing would be compiled with each layer.
     """
     for index in indices:
         layer = backbone.layers[index]

@@ -1,8 +1,7 @@
 """Compute cross-entropy from hidden states, with the logits of one chunk of tokens in memory at a time.
 
-Gradients are computed chunk by chunk in the forward pass, while the chunk's logits are in memory, and only scaled in
-the backward pass. This takes three matrix products, as many as with full logits. The idea is from fused linear
-cross-entropy kernels (cut-cross-entropy), here in plain PyTorch for every device.
+Gradients are computed in the forward pass, while a chunk's logits are in memory, and only scaled in the backward pass: three
+matrix products, as many as with full logits. The idea is from fused kernels (cut-cross-entropy), here in plain PyTorch.
 """
 
 from __future__ import annotations

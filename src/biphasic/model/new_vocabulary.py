@@ -22,8 +22,7 @@ _TEXTS, _TEXT_TOKENS = 500, 8
 def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild: bool) -> None:
     """Rebuild embedding and head of the model from `place` for a new tokenizer with `rebuild`, else enlarge them.
 
-    Raises:
-        UserError: `new_vocabulary` is missing or not needed, or is given and the model's tokenizer can't be read.
+    Raises a UserError if `new_vocabulary` is missing or not needed, or is given and the model's tokenizer can't be read.
     """
     source = yaml.safe_load(read_record(place)["config"])["tokenizer"] if is_checkpoint(place) else place
     try:
@@ -47,8 +46,7 @@ def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild:
 def _difference(old: Tokenizer, new: Tokenizer) -> str:
     """Return how a tokenizer differs from `old`, or an empty text. Tokens may be added, and special ones be renamed.
 
-    Besides the names of tokens, the encodings of texts are compared, which are made of the old tokenizer's tokens: another
-    normalizer, pre-tokenizer or order of merges also gives a model other ids than it was trained on.
+    Encodings of texts are compared too: another normalizer, pre-tokenizer or order of merges also gives other ids.
     """
     names = {token_id: token for token, token_id in old.tokenizer.get_vocab().items()}
     names |= dict.fromkeys((*old.special_ids, *new.special_ids))
@@ -91,7 +89,6 @@ def _rebuild(model: LanguageModel, old: Tokenizer, new: Tokenizer) -> None:
         if hasattr(model.config, f"{role}_token_id"):
             setattr(model.config, f"{role}_token_id", token_id)
     if is_first_rank():
-        means = (
-            f"{counts['pieces']:,} have the mean of their pieces' in {old.source}, {counts['all']:,} the mean of all"
-        )
+        pieces = f"{counts['pieces']:,} have the mean of their pieces' in {old.source}"
+        means = f"{pieces}, {counts['all']:,} the mean of all"
         print(f"model.new_vocabulary: {counts['same']:,} tokens keep their vectors, {means}")

@@ -28,8 +28,8 @@ def _phase(batch: Any) -> int | None:
 class AnomalyLog:
     """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
-    `biphasic show FILE.yaml ID ...` prints the rows' text. Batches are dictionaries with `row_ids`, int64 [rows].
-    `report` is called on rank 0 with an event (`spike` or `skipped`), a message and the batch.
+    `biphasic show FILE.yaml ID ...` prints the rows' text. `report` is called on rank 0 with `spike` or `skipped`, a message
+    and the batch.
     """
 
     def __init__(self, folder: Path, report: Callable[..., None] | None = None):

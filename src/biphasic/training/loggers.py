@@ -19,12 +19,9 @@ from biphasic.ranks import is_first_rank
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | None = None) -> list[LoggerDestination]:
-    """Build the loggers that a YAML's `logging:` section configures.
+    """Build the loggers of a YAML's `logging:` section. Raises a UserError if a logger's package isn't installed.
 
     With a `run_id`, W&B and MLflow log all starts of a run as one run. Otherwise each start is a new run there.
-
-    Raises:
-        UserError: a logger's package isn't installed.
     """
     destinations: list[LoggerDestination] = []
     if config.progress_bar:
@@ -47,10 +44,7 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | No
 
 
 class WandBRunLogger(WandBLogger):
-    """Composer's logger to W&B, without its call of `get_url`, which W&B's runs no longer have.
-
-    A run may resume on another number of GPUs, which Composer's logger would record as a value that must not change.
-    """
+    """Composer's logger to W&B, without its call of `get_url`, which W&B's runs no longer have."""
 
     def init(self, state: State, logger: Logger) -> None:
         if self._enabled:
@@ -63,7 +57,7 @@ class WandBRunLogger(WandBLogger):
         if self._enabled:
             import wandb
 
-            wandb.config.update(hyperparameters, allow_val_change=True)
+            wandb.config.update(hyperparameters, allow_val_change=True)  # a run may resume on another number of GPUs
 
 
 class MLFlowRunLogger(MLFlowLogger):
@@ -80,10 +74,9 @@ class MLFlowRunLogger(MLFlowLogger):
 
 
 class ProgressBar(ProgressBarLogger):
-    """Composer's progress bar, without state in checkpoints and without printing Composer's settings.
+    """Composer's progress bar, without printing Composer's settings, and without state in checkpoints.
 
-    Composer can't load the state of a bar that was saved during a validation (`KeyError: 'n'`), so a run that was
-    stopped there could not be resumed. The settings are in the run folder's `config.yaml`.
+    Composer can't load the state of a bar that was saved during a validation (`KeyError: 'n'`).
     """
 
     def __init__(self) -> None:
@@ -112,8 +105,7 @@ class ProgressBar(ProgressBarLogger):
 class JSONLLogger(LoggerDestination):
     """Logger that writes `{"batch": …, "tokens": …, "time": …, metric: value, …}` lines on rank 0.
 
-    `batch` and `tokens` are totals trained so far, and `time` is Unix time in seconds. A resumed run appends to the
-    file, so a batch that is trained again has two lines, and `read_metrics` takes the last one.
+    `batch` and `tokens` are totals trained so far, and `time` is Unix time in seconds. A resumed run appends to the file.
     """
 
     def __init__(self, path: str | Path):
@@ -152,8 +144,7 @@ class JSONLLogger(LoggerDestination):
 def log_scores(config: PretrainConfig, name: str, batch: int, scores: dict[str, float]) -> None:
     """Log the scores of a checkpoint to the run's loggers, at its batch. A failure is one printed line.
 
-    There they are a run of their own, as the pretraining run still writes to its own: TensorBoard leaves a folder's older
-    file once there is a newer one, and W&B takes no step below the newest.
+    They are a run of their own, as the pretraining run still writes to its own, where W&B takes no step below the newest.
     """
     logging, run = config.logging, f"{config.run_name}-{name}"
     try:

@@ -16,22 +16,22 @@ from composer.loggers import Logger
 from biphasic.amounts import format_bytes
 from biphasic.devices import peak_flops
 from biphasic.model.architecture import Architecture
-from biphasic.objectives.batch import segment_lengths, step_of
+from biphasic.objectives.batch import step_of
 from biphasic.ranks import is_first_rank
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
 _WINDOW, _MAX_WAIT_SHARE = 50, 0.1
-_Step = tuple[float, float, float, float, float]
-"""A step's seconds, the seconds that it waited for data, its tokens, FLOPs, and hardware FLOPs."""
+_Step = tuple[float, float, float, float]
+"""A step's seconds, the seconds that it waited for data, its tokens and FLOPs."""
 
 
 def _rates(steps: list[_Step], peak: float | None) -> dict[str, float]:
-    """Return tokens/s of all ranks, FLOP/s of one rank, and MFU and HFU if the device's `peak` FLOP/s is known."""
-    seconds, _, tokens, flops, hardware_flops = np.sum(steps, axis=0).tolist()
+    """Return tokens/s of all ranks, FLOP/s of one rank, and MFU if the device's `peak` FLOP/s is known."""
+    seconds, _, tokens, flops = np.sum(steps, axis=0).tolist()
     rates = {"tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
     if peak is not None:
-        rates |= {"mfu": flops / seconds / peak, "hfu": hardware_flops / seconds / peak}
+        rates["mfu"] = flops / seconds / peak
     return rates
 
 
@@ -44,8 +44,8 @@ class Meters(Callback):
     """Callback that logs step durations, tokens and FLOPs per second, and how long steps wait for their batch.
 
     A step lasts from the request for a batch to the end of its training; validation and checkpoints are between steps.
-    Tokens are counted over all ranks, without padding, and FLOPs for one rank. MFU and HFU divide `Architecture.flops` and
-    `hardware_flops` by the device's dense peak for `precision`; both are missing if it is unknown, as on CPUs.
+    Tokens are counted over all ranks, without padding, and FLOPs for one rank. MFU divides `Architecture.flops` by the
+    device's dense peak for `precision`; it is missing if the peak is unknown, as on CPUs.
 
     Each batch has `time/step_seconds` and `data/wait_seconds`; every 50 batches have `data/wait_share` (with a warning above
     10%), `throughput/…` and `memory/peak_bytes`; the end has each objective's totals (`throughput/clm/mfu`,
@@ -53,15 +53,14 @@ class Meters(Callback):
     it waits for loader processes and compilation. Every rank waits for the slowest one, so rank 0's numbers hold for all.
     """
 
-    def __init__(self, size: Architecture, recomputed: int, precision: torch.dtype):
-        self.size, self.recomputed = size, recomputed
-        gpu = torch.cuda.is_available()
+    def __init__(self, size: Architecture, precision: torch.dtype):
+        self.size, gpu = torch.cuda.is_available()
         self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
         self._steps: dict[str, list[_Step]] = {}
         """All steps by objective."""
         self._window: list[_Step] = []
         self._step_start = self._waiting = 0.0
-        self._flops = (0.0, 0.0)
+        self._flops = 0.0
         self._first_step_done = False
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -77,10 +76,7 @@ class Meters(Callback):
         # The gradient norm has just synchronized host and device, so reading targets is free.
         targets = float(step.mean_targets_per_rank)
         document_lengths = [length for lengths in batch["lengths"] for length in lengths]
-        self._flops = (
-            self.size.flops(document_lengths, step.causal, targets),
-            self.size.hardware_flops(segment_lengths(batch), step.causal, targets, self.recomputed),
-        )
+        self._flops = self.size.flops(document_lengths, step.causal, targets)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         seconds = time.perf_counter() - self._step_start
@@ -92,7 +88,7 @@ class Meters(Callback):
         tokens = state.timestamp.token.value - (previous.token.value if previous is not None else 0)
         logger.log_metrics({"time/step_seconds": seconds})
         for steps in (self._window, self._steps.setdefault(step_of(batch).objective.name, [])):
-            steps.append((seconds, self._waiting, tokens, *self._flops))
+            steps.append((seconds, self._waiting, tokens, self._flops))
         if len(self._window) == _WINDOW:
             self._end_window(logger)
 
@@ -117,7 +113,7 @@ class Meters(Callback):
             percentiles = dict(zip(_PERCENTILES, np.percentile(seconds, _PERCENTILES).tolist(), strict=True))
             logger.log_metrics({f"throughput/{objective}/{name}": value for name, value in rates.items()})
             logger.log_metrics({f"time/{objective}/step_seconds_p{p}": value for p, value in percentiles.items()})
-            mfu = f", MFU {rates['mfu']:.1%}, HFU {rates['hfu']:.1%}" if self.peak is not None else ""
+            mfu = f", MFU {rates['mfu']:.1%}" if self.peak is not None else ""
             times = ", ".join(f"{value:.3g} s (p{percent})" for percent, value in percentiles.items())
             speed = f"{rates['tokens_per_second']:,.0f} tokens/s{mfu}"
             lines.append(f"{objective}: {speed}; {len(steps):,} steps: {times}")

@@ -16,10 +16,10 @@ from biphasic.timeline import learning_rate_factor
 
 
 def build_optimizer(model: nn.Module, backbone: nn.Module, name: str, **adam: Any) -> torch.optim.Optimizer:
-    """Build `adamw` or `muon` for all parameters of `model`, with weight decay on each but scalars.
+    """Build `adamw`, or `muon` for the backbone's linear layers with AdamW for the others.
 
-    Scalars (a learned temperature) are the last parameter group. With `muon`, Muon updates the backbone's linear layers, and
-    AdamW the other parameters. `adam` are AdamW's `lr`, `betas`, `eps` and `weight_decay`.
+    Scalars (a learned temperature) are the last parameter group, without weight decay. `adam` are AdamW's `lr`, `betas`,
+    `eps` and `weight_decay`.
     """
     if name == "adamw":
         return _adamw(model.parameters(), adam)
@@ -40,8 +40,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for matrices and AdamW for all other parameters, in one optimizer, because Composer takes only one.
 
     Both have the same learning rate and weight decay, because Muon's updates are scaled to the size of AdamW's (Liu et
-    al., "Muon is Scalable for LLM Training", arXiv 2502.16982; `adjust_lr_fn="match_rms_adamw"`). `matrices` have two
-    dimensions and are the first parameter group; `others` are the second, and a third if there are scalars.
+    al., "Muon is Scalable for LLM Training", arXiv 2502.16982). `matrices` are the first parameter group.
     """
 
     def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], adam: Mapping[str, Any]):

@@ -28,11 +28,7 @@ STATES_SHARE = 0.5
 
 
 def choose_strategy(strategy: Strategy | Literal["auto"], size: Architecture, checkpoint: str | None) -> Strategy:
-    """Choose DDP or FSDP. `auto` chooses FSDP if the checkpoint is sharded or DDP would exceed `STATES_SHARE`.
-
-    Raises:
-        UserError: the checkpoint is sharded and the YAML says `ddp`.
-    """
+    """Choose DDP or FSDP. `auto` chooses FSDP if the checkpoint is sharded or DDP would exceed `STATES_SHARE`."""
     sharded = checkpoint is not None and not checkpoint.endswith(".pt")
     if strategy == "ddp" and sharded:
         raise UserError(
@@ -120,9 +116,8 @@ def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 def keep_inputs(model: nn.Module) -> None:
     """Let FSDP2 pass each module's inputs on unchanged (`cast_forward_inputs=False`, which Composer can't set).
 
-    By default FSDP2 casts inputs to the dtype of the gathered weights. In bf16, the residual stream and the rotary
-    tables would be rounded at every layer, which autocast alone doesn't do. FSDP2 would also copy the segments, and
-    each layer would compute their groups again.
+    By default FSDP2 casts inputs to the dtype of the gathered weights. In bf16, the residual stream and the rotary tables
+    would be rounded at every layer. FSDP2 would also copy the segments, and each layer would compute their groups again.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -30,7 +30,6 @@ from biphasic.devices import is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
 from biphasic.initial_model import build_language_model
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.objective import CLM, MLM, Objective
 from biphasic.objectives.targets import Vocabulary
 from biphasic.ranks import is_first_rank
@@ -138,7 +137,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         batches,
         ShardedModel(list(layers)),
         RunRecord(dump(config), phases, model, data_record),
-        Meters(model.architecture(), recomputed_layers(model.backbone), precision),
+        Meters(model.architecture(), precision),
         LRMonitor(),
         RuntimeEstimator(),
         *run.callbacks,

@@ -33,9 +33,9 @@ class ObjectiveSwitch(Algorithm):
     """Algorithm that applies the current phase's objective to the rank's rows. The switch from CLM to MLM happens here.
 
     Batches are as in `biphasic.objectives.batch`. A batch's phase depends only on the timestamp, so a phase starts at the
-    configured batch regardless of how many batches the loader has prefetched, and also after a resume. Targets are counted
-    over all ranks, because the loss is the mean over the targets of the global batch, for any microbatch size and number of
-    ranks. Masks depend on the seed, the row and the counter alone. Duplicates of a row in one batch get the same mask.
+    configured batch, also after a resume. Targets are counted over all ranks, because the loss is the mean over the targets
+    of the global batch, for any microbatch size and number of ranks. Masks depend on the seed, the row and the counter
+    alone.
 
     Composer's `HuggingFaceModel` around a decoder, or an encoder with a language-model head, is changed so that it takes
     prepared batches. A ComposerModel of one's own gets them as its batches, and reads
