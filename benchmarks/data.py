@@ -72,7 +72,6 @@ def make_text(megabytes: int) -> Path:
 
 
 def make_tokenizer(text: Path) -> Path:
-    """Train a byte-level BPE tokenizer of 32,768 words."""
     folder = FOLDER / "tokenizer"
     if not folder.exists():
         from biphasic.config.convert import ConvertConfig
@@ -85,7 +84,6 @@ def make_tokenizer(text: Path) -> Path:
 
 
 def batches(text: Path) -> Iterator[list[str]]:
-    """All texts, in batches of a thousand."""
     import pyarrow.parquet as pq
 
     for path in sorted(text.iterdir()):
@@ -94,7 +92,6 @@ def batches(text: Path) -> Iterator[list[str]]:
 
 
 def encode(text: Path, tokenizer: Path) -> dict[str, float]:
-    """Time `encode_batch` with the texts in memory."""
     from tokenizers import Tokenizer
 
     fast_tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -108,7 +105,6 @@ def encode(text: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def convert(text: Path, tokenizer: Path) -> dict[str, float]:
-    """Time the complete command."""
     output = FOLDER / "converted"
     shutil.rmtree(output, ignore_errors=True)
     yaml = FOLDER / "convert.yaml"
@@ -167,7 +163,6 @@ def _memory(process: Any) -> int:
 
 
 def plain(text: Path, tokenizer: Path) -> dict[str, float]:
-    """Time a converter that concatenates and chops, as in common pretraining repositories."""
     import numpy as np
     from streaming import MDSWriter
     from transformers import AutoTokenizer
@@ -197,7 +192,6 @@ PARTS: dict[str, Callable[[Path, Path], dict[str, float]]] = {"encode": encode, 
 
 
 def part(name: str, text: Path, tokenizer: Path) -> dict[str, float]:
-    """Run one part in its own process."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "true"}
     print(f"{name} over {text.name} …", file=sys.stderr, flush=True)
     run = subprocess.run(
@@ -208,7 +202,6 @@ def part(name: str, text: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def rate(result: dict[str, float]) -> float:
-    """Tokens per second, without the start of the processes."""
     return result["tokens"] / (result["seconds"] - result["start"])
 
 

@@ -54,15 +54,8 @@ class FakeGPU(TorchDispatchMode):
 
     Programs read numbers from the GPU, such as losses, counts and flags. Small tensors that were computed from values
     of the host keep these values, also through collectives. For other tensors, floating-point numbers are read as 1,
-    and integers and flags as 0.
-
-    Attributes:
-        share: share of a tensor's elements that `nonzero` returns.
-        nonzero: number of elements that `nonzero` has returned.
-        flops: FLOPs of the operators, by the dtype of their second tensor.
-        current: bytes of the tensors that exist on the GPU.
-        peak: largest number of bytes since the last call of `reset_peak`.
-        formulas: function that returns an operator's FLOPs, by operator.
+    and integers and flags as 0. `nonzero` returns a `share` of a tensor's elements; `flops` are by the dtype of an
+    operator's second tensor.
     """
 
     supports_higher_order_operators = True
@@ -321,9 +314,6 @@ def fake_gpu(ranks: int, attention_flops: dict[Any, Callable[..., float]]) -> It
     """Make this process rank 0 of `ranks` processes with a GPU each, up to 8 on a node, within the context.
 
     `attention_flops` has formulas for attention operators, whose FLOPs depend on tensors' values.
-
-    Raises:
-        RuntimeError: a process group exists.
     """
     torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportAttributeAccessIssue] - guards that need no driver
     gpu = FakeGPU(attention_flops)

@@ -114,7 +114,6 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
 
 
 def content(folder: Path, model: str, seed: int) -> dict[str, Any]:
-    """The YAML of a Biphasic fine-tuning."""
     return {
         "job": "finetune", "run_name": f"{model}-{seed}", "output": str(folder / "runs"), "cache": str(folder / "cache"),
         "seed": seed, "model": {"path": str(folder / model)},

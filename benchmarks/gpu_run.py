@@ -122,11 +122,9 @@ def markdown(record: dict[str, Any]) -> str:
         share = "" if mfu is None else f"{mfu:.1%}"
         step = [f"{complete[f'time/{phase}/step_seconds_p{percent}']:.3g} s" for percent in (50, 99)]
         speed = f"{complete[f'throughput/{phase}/tokens_per_second']:,.0f}"
-        lines.append(f"| {' | '.join([phase, speed, '' if mfu is None else f'{mfu:.1%}', *step])} |")
+        lines.append(f"| {' | '.join([phase, speed, share, *step])} |")
     if "killed_at" in record:
-        identical = (
-            f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
-        )
+        identical = f"{record['identical']} of {record['compared']} losses are those of the run without a stop"
         difference = f"largest difference {record['largest_difference']:.3g}"
         lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; {difference}."]
     return "\n".join(lines) + "\n"

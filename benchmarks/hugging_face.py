@@ -237,7 +237,6 @@ def classify(folder: Path, model: str, seed: int, way: str) -> dict[str, Any]:
 
 
 def ndcg(model: Any, folder: Path) -> float:
-    """NDCG@10 of the held-out queries."""
     from biphasic.evaluation.search import rank_documents, retrieval_scores
 
     queries, corpus, qrels = (pq.read_table(folder / f"{name}.parquet").to_pydict() for name in

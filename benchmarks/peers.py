@@ -65,7 +65,6 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def run_hugging_face(folder: Path, way: str, round_: int, shape: Shape) -> Run:
-    """Train both phases with Hugging Face's Trainer in its own process, `padded` or `packed`."""
     say(f"{way}-{round_}: Hugging Face's Trainer")
     (folder / "shape.json").write_text(json.dumps(vars(shape)), encoding="utf-8")
     out = folder / f"{way}-{round_}.json"

@@ -101,12 +101,7 @@ class Rehearsal:
 
 
 def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
-    """Run the first batches of each phase of a checked configuration on a fake GPU. Return measurements and problems.
-
-    Raises:
-        UserError: the configuration has `model.init_from`.
-        Exception: anything that the run itself raises, such as for tensors on different devices.
-    """
+    """Run the first batches of each phase of a checked configuration on a fake GPU. Return measurements and problems."""
     architecture = architecture_of(config.model)
     if architecture is None:
         raise UserError("model.init_from: a rehearsal can't load weights; give the model's dimensions in the YAML")
@@ -254,10 +249,7 @@ class _Measuring(Callback):
         }
 
     def _flops(self, query: Tensor, causal: bool, head_dim: int) -> float:
-        """Return the FLOPs of attention's two matrix products, without recomputation in the backward pass.
-
-        Dimension 1 of `query` is that of the heads.
-        """
+        """Return the FLOPs of attention's two matrix products; dimension 1 of `query` is that of the heads."""
         return 4 * query.shape[1] * query.shape[head_dim] * self.pairs[causal]
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -275,10 +267,8 @@ class _Measuring(Callback):
         self.gpu.share = self._share(batch)
         if step_of(batch).phase not in self.measured.phases:
             self.gpu.reset_peak()
-        microbatches, lengths = (
-            len(batch["lengths"]) / int(state.device_train_microbatch_size or 1),
-            segment_lengths(batch),
-        )
+        microbatches = len(batch["lengths"]) / int(state.device_train_microbatch_size or 1)
+        lengths = segment_lengths(batch)
         self.is_causal = step_of(batch).causal
         self.pairs[True] = sum(length * (length + 1) // 2 for length in lengths) / microbatches
         self.pairs[False] = sum(length**2 for length in lengths) / microbatches

@@ -116,7 +116,6 @@ def _copies(size: int, count: int) -> list[float]:
 
 
 def serve_bucket(folder: Path) -> tuple[Any, str]:
-    """Start an S3 server with a bucket, and return its process and the bucket's URL."""
     from helpers import s3_server
 
     (folder / "s3").mkdir()

@@ -34,7 +34,6 @@ class Shape:
 
 
 def write(folder: Path, documents: int, shape: Shape) -> None:
-    """Write the vectors of a corpus, one file for each block."""
     import numpy as np
 
     from biphasic.evaluation.blocks import BLOCK

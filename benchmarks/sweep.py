@@ -51,7 +51,6 @@ class Shape:
 
 
 def prepare(folder: Path, shape: Shape) -> Path:
-    """Write dataset, model and the sweep's YAML."""
     import yaml
 
     texts_shape = finetuning.Shape(steps=shape.steps, width=shape.width, layers=shape.layers, median=shape.median)
@@ -73,7 +72,6 @@ def prepare(folder: Path, shape: Shape) -> Path:
 
 
 def run_sweep(path: Path) -> tuple[float, list[dict[str, Any]]]:
-    """Run the sweep; returns the seconds of the command, and its records."""
     say(f"the sweep: {path}")
     begin = time.monotonic()
     subprocess.run([sys.executable, str(ROOT / "src" / "main.py"), str(path)], check=True, env=_alone())

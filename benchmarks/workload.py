@@ -94,12 +94,7 @@ def parse_options(shape: type[ShapeType], description: str | None, **defaults: A
 
 
 def report(
-    name: str,
-    title: str,
-    header: list[str],
-    rows: list[list[str]],
-    numbers: dict[str, Any],
-    note: str | None = None,
+    name: str, title: str, header: list[str], rows: list[list[str]], numbers: dict[str, Any], note: str | None = None
 ) -> None:
     """Write and print `results/NAME.md`, a table with the machine it was measured on; all `numbers` are in `NAME.json`."""
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
