@@ -19,7 +19,7 @@ from composer.utils import dist
 
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
-from biphasic.checkpointing.start_rules import plan_start
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.conversion_checks import conversion_record
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.phase_inputs import sources
@@ -237,7 +237,7 @@ def disk_needs(config: PretrainConfig) -> list[tuple[Path, int]]:
         share = 1.0 if limit is None else min(1.0, limit / max(sum(sizes.values()), 1))
         needs += [(folder, round(size * share)) for folder, size in sizes.items()]
     remote = is_remote(config.checkpoint_destination)
-    checkpoints = plan(config, 1, start=None if remote else plan_start(config)).details["checkpoints"]
+    checkpoints = plan(config, 1, start=None if remote else ResumeGuard(config).plan_start()).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
         most = 2 if remote else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))

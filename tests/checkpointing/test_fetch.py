@@ -16,7 +16,7 @@ from biphasic.checkpointing.fetch import (
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.open_run import Run
 from biphasic.checkpointing.rank_group import RankGroup
-from biphasic.checkpointing.start_rules import plan_start
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
@@ -103,7 +103,7 @@ def test_a_run_that_moves_to_a_bucket_takes_its_checkpoints_along(s3: Path, writ
     with pytest.raises(UserError) as refused:
         resume_point(config)
     assert str(refused.value).startswith(message)
-    start = plan_start(config)
+    start = ResumeGuard(config).plan_start()
     assert start.refused and (start.problem or "").startswith(message)
     upload(folder, bucket, "run")
     assert resume_point(config) == second

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from biphasic.checkpointing import merge as merge_module
 from biphasic.checkpointing.manifest import Manifest, batch_of, read_manifest
 from biphasic.checkpointing.merge import merge_checkpoints, stable_checkpoints
-from biphasic.checkpointing.start_rules import find_branch_point, plan_start
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.commands import main
 from biphasic.config.merging import merge_weights
 from biphasic.config.pretrain import PretrainConfig
@@ -298,7 +298,7 @@ def test_no_run_starts_from_a_merged_checkpoint(dataset: Path, tmp_path: Path, w
     trained(tmp_path / "run", dataset, config, (4, 8))
 
     def branch_point(folder: Path) -> tuple[str, Manifest]:
-        return find_branch_point(config.model_copy(update={"start_from": str(folder)}))
+        return ResumeGuard(config.model_copy(update={"start_from": str(folder)})).find_branch_point()
 
     assert branch_point(tmp_path / "run")[1].batch == 8
     merge_checkpoints(paths_of(tmp_path / "run", 4, 8), tmp_path / "out")
@@ -306,7 +306,9 @@ def test_no_run_starts_from_a_merged_checkpoint(dataset: Path, tmp_path: Path, w
         UserError, match=r"ba8 \(it is a mean of checkpoints, without optimizer state: use model.init_from"
     ):
         branch_point(tmp_path / "out")
-    plan = plan_start(config_of(write_yaml("out", max_duration="30ba", checkpoint__folder=str(tmp_path / "out"))))
+    plan = ResumeGuard(
+        config_of(write_yaml("out", max_duration="30ba", checkpoint__folder=str(tmp_path / "out")))
+    ).plan_start()
     assert plan.refused and "holds the checkpoints of another run, out" in str(plan.problem)
 
 

@@ -13,15 +13,10 @@ import pytest
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, read_manifest
 from biphasic.checkpointing.start_rules import (
+    ResumeGuard,
     checkpoint_folder,
-    find_branch_point,
-    overridden_keys,
-    own_checkpoints,
-    plan_start,
     recorded_config,
-    require_rows_of_branch_point,
     require_same,
-    require_same_past,
 )
 from biphasic.config.base import flatten
 from biphasic.config.load import dump
@@ -72,7 +67,7 @@ def test_a_run_s_folder_is_found_from_any_directory(
 
 
 def branch_point(path: Path | str, config: PretrainConfig) -> int:
-    return find_branch_point(config.model_copy(update={"start_from": str(path)}))[1].batch
+    return ResumeGuard(config.model_copy(update={"start_from": str(path)})).find_branch_point()[1].batch
 
 
 def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> None:
@@ -176,11 +171,11 @@ def test_overrides_let_the_past_differ(write_yaml: Write) -> None:
         ("model__hidden_size", 48, "model.hidden_size"),
     ]:
         with pytest.raises(UserError, match=key.replace("__", ".")):
-            require_same_past(config_of(write_yaml(**{key: value})), manifest, {"data.train.index": "x"})
-        changed = config_of(write_yaml(**{key: value}, checkpoint__resume_overrides=[override]))
-        require_same_past(changed, manifest, {"data.train.index": "x"})
+            ResumeGuard(config_of(write_yaml(**{key: value}))).require_same_past(manifest, {"data.train.index": "x"})
+        changed = ResumeGuard(config_of(write_yaml(**{key: value}, checkpoint__resume_overrides=[override])))
+        changed.require_same_past(manifest, {"data.train.index": "x"})
         with pytest.raises(UserError, match=r"data.train.index: 'x' until now, 'y' here"):
-            require_same_past(changed, manifest, {"data.train.index": "y"})
+            changed.require_same_past(manifest, {"data.train.index": "y"})
 
 
 def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
@@ -188,8 +183,9 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     folder = write_manifests(config_of(write_yaml()), 4)
     manifest = read_manifest(open_store(str(folder)), "ba4.json")
     changed = config_of(write_yaml(seed=8, data__shuffle_block_size=9))
+    guard = ResumeGuard(changed)
     with pytest.raises(UserError) as refused:
-        require_same_past(changed, manifest, {"data.mix.more.index": "y"})
+        guard.require_same_past(manifest, {"data.mix.more.index": "y"})
     keys = ["data.shuffle_block_size", "seed", "data.mix.more.index", "data.train.index"]
     assert str(refused.value).splitlines() == [
         "run: its checkpoint ba4-rank0.pt was trained with another configuration:",
@@ -201,18 +197,18 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
         f"checkpoint.resume_overrides=[{', '.join(keys)}]",
     ]
     manifest.run["overridden"] = ["precision"]
-    assert overridden_keys(changed, manifest, {"data.train.index": "x"}) == [*keys[:1], "precision", "seed"]
-    assert overridden_keys(changed, manifest, {"data.train.index": "y"})[1] == "data.train.index"
+    assert guard.overridden_keys(manifest, {"data.train.index": "x"}) == [*keys[:1], "precision", "seed"]
+    assert guard.overridden_keys(manifest, {"data.train.index": "y"})[1] == "data.train.index"
     path = "runs/one/ba4-rank0.pt"
-    require_rows_of_branch_point(changed, path, manifest, {"data.train.index": "x"})
+    guard.require_rows_of_branch_point(path, manifest, {"data.train.index": "x"})
     message = "start_from: runs/one/ba4-rank0.pt was trained on other rows: data.train.index is 'x' there, 'y' here"
     with pytest.raises(UserError, match=f"^{message}$"):
-        require_rows_of_branch_point(changed, path, manifest, {"data.train.index": "y"})
+        guard.require_rows_of_branch_point(path, manifest, {"data.train.index": "y"})
     # Either the name or the configuration makes it the same run.
     stored = StoredCheckpoint(4, manifest)
     for config in (changed, recorded_config(manifest).model_copy(update={"run_name": "named"})):
-        assert list(own_checkpoints(config, [stored])) == [stored]
-    checkpoints = own_checkpoints(changed.model_copy(update={"run_name": "named"}), [stored])
+        assert list(ResumeGuard(config).own_checkpoints([stored])) == [stored]
+    checkpoints = ResumeGuard(changed.model_copy(update={"run_name": "named"})).own_checkpoints([stored])
     assert next(checkpoints) == StoredCheckpoint(4, None, "it belongs to another run, run")
     with pytest.raises(UserError, match="holds the checkpoints of another run, run: choose another folder"):
         next(checkpoints)
@@ -220,9 +216,9 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
 
 def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:
     def lines(**keys: Any) -> list[str]:
-        changed = config_of(write_yaml(schedule=STABLE, **keys))
+        guard = ResumeGuard(config_of(write_yaml(schedule=STABLE, **keys)))
         with pytest.raises(UserError) as refused:
-            require_same_past(changed, manifest, {"data.train.index": "x"})
+            guard.require_same_past(manifest, {"data.train.index": "x"})
         return str(refused.value).splitlines()[1:-1]
 
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
@@ -256,13 +252,13 @@ def test_many_checkpoints_are_not_all_listed(write_yaml: Write) -> None:
 
 def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
-    assert plan_start(config_of(write_yaml("new", **keys))).batch == 0
+    assert ResumeGuard(config_of(write_yaml("new", **keys))).plan_start().batch == 0
     trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
     folder = write_manifests(trunk, 10, 20)
     path = write_yaml(
         "branch", max_duration="24ba", **{**keys, "schedule": {**STABLE, "decay": "8ba"}}, start_from=str(folder)
     )
-    start = plan_start(config_of(path))
+    start = ResumeGuard(config_of(path)).plan_start()
     # The rate is still the trunk's in the decay's first batch, 16.
     assert (start.batch, start.checkpoint) == (10, str(folder / "ba10-rank0.pt"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -285,19 +281,21 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     assert disk_needs(config_of(path)) == [(own, 14 * each)]
     # Its own checkpoint comes first.
     write_manifests(config_of(path), 12)
-    assert plan_start(config_of(path)).source == "its own newest checkpoint"
-    new = plan_start(config_of(path, **{"checkpoint.autoresume": False}))
+    assert ResumeGuard(config_of(path)).plan_start().source == "its own newest checkpoint"
+    new = ResumeGuard(config_of(path, **{"checkpoint.autoresume": False})).plan_start()
     assert new.refused and "(the newest: ba12-rank0.pt) and checkpoint.autoresume is false" in (new.problem or "")
     # A share that moves the end of a phase that is done.
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
     write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
-    longer = plan_start(config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE)))
+    longer = ResumeGuard(
+        config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE))
+    ).plan_start()
     assert longer.batch is None and longer.problem is not None and longer.refused
     assert "objective.phases.0.until: 10ba (0.5dur of 20ba) until now, 12ba (0.5dur of 24ba) here" in longer.problem
     # Nothing but another run's: the run would refuse to write there.
-    foreign = plan_start(
+    foreign = ResumeGuard(
         config_of(write_yaml("third", **{**keys, "optimizer__lr": 1e-3}, checkpoint__folder=str(folder)))
-    )
+    ).plan_start()
     assert foreign.refused and "holds the checkpoints of another run, trunk" in (foreign.problem or "")
 
 
@@ -315,12 +313,14 @@ def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:
         with pytest.raises(
             UserError, match=r"the run's place in the data would be lost, also with checkpoint\.resume_over"
         ):
-            require_same_past(config_of(write_yaml(**after, **allowed)), manifest, {"data.train.index": "x"})
+            ResumeGuard(config_of(write_yaml(**after, **allowed))).require_same_past(
+                manifest, {"data.train.index": "x"}
+            )
     # Another size from here on.
     folder = write_manifests(config_of(write_yaml(objective__phases=CLM)), 4)
     manifest = read_manifest(open_store(str(folder)), "ba4.json")
     phases = [{"name": "clm", "until": "4ba"}, {"name": "clm", "global_batch_size": 16}]
-    require_same_past(config_of(write_yaml(objective__phases=phases)), manifest, {"data.train.index": "x"})
+    ResumeGuard(config_of(write_yaml(objective__phases=phases))).require_same_past(manifest, {"data.train.index": "x"})
 
 
 def require_same_configuration(first: PretrainConfig, own: PretrainConfig) -> None:

@@ -134,7 +134,7 @@ def test_a_plan_shows_the_errors_of_its_checks(
         raise PermissionError(13, "Permission denied", "/data/a")
 
     monkeypatch.setattr("biphasic.config.conversion_checks.check_rows", refuse)
-    monkeypatch.setattr("biphasic.checkpointing.start_rules.plan_start", refuse)
+    monkeypatch.setattr("biphasic.checkpointing.start_rules.ResumeGuard.plan_start", refuse)
     assert job.main(["yamls/quickstart.yaml", "--plan"]) == 2
     printed = capsys.readouterr().out
     for name in ("rows", "start"):

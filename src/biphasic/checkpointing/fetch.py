@@ -17,7 +17,7 @@ from biphasic.checkpointing.manifest import (
     read_manifest,
 )
 from biphasic.checkpointing.run_lock import LOCK_FILE
-from biphasic.checkpointing.start_rules import batch_in_path, checkpoint_folder, find_branch_point, own_checkpoints
+from biphasic.checkpointing.start_rules import ResumeGuard, batch_in_path, checkpoint_folder
 from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import first_line
@@ -56,7 +56,7 @@ def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | No
             entries = folder.list()
             if write_missing_manifests(folder, entries):
                 entries = folder.list()
-            own = own_checkpoints(config, newest_first(folder, entries))
+            own = ResumeGuard(config).own_checkpoints(newest_first(folder, entries))
             return newest_complete(folder, local_folder, own)
 
     manifest = ranks.on_first_rank(find)
@@ -81,7 +81,7 @@ def fetch_branch_point(config: PretrainConfig, ranks: RankGroup) -> tuple[str, M
     It is used in place if it is local, and otherwise downloaded to the run's folder. Raises a UserError if there is no
     complete checkpoint whose past is this run's own, or if it is damaged.
     """
-    folder, manifest = ranks.on_first_rank(lambda: find_branch_point(config))
+    folder, manifest = ranks.on_first_rank(ResumeGuard(config).find_branch_point)
     place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
 
     def download() -> None:

@@ -21,12 +21,7 @@ from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import Saver, progress_after_batch
-from biphasic.checkpointing.start_rules import (
-    overridden_keys,
-    require_rows_of_branch_point,
-    require_same,
-    require_same_past,
-)
+from biphasic.checkpointing.start_rules import ResumeGuard, require_same
 from biphasic.checkpointing.stopping import StopCoordinator
 from biphasic.config.base import flatten
 from biphasic.config.load import dump
@@ -55,7 +50,7 @@ class Run:
     """
 
     def __init__(self, config: PretrainConfig):
-        self._config, self._destination = config, config.checkpoint_destination
+        self._config, self._guard, self._destination = config, ResumeGuard(config), config.checkpoint_destination
         self._opened = time.monotonic()
         self._lock, self._ranks = RunLock(self._destination), RankGroup(_DOWNLOAD_TIMEOUT)
         self._stopping = StopCoordinator()
@@ -151,14 +146,15 @@ class Run:
 
         `indexes` holds the hash of each training stream's index, by key. Raises a UserError if rows or configuration differ.
         """
+        guard = self._guard
         self._require_same_on_nodes(indexes, "the rows are not the same")
         self._recorded["indexes"] = indexes
         if self._resume is not None:
-            require_same_past(self._config, self._resume, indexes)
-            self._recorded["overridden"] = overridden_keys(self._config, self._resume, indexes)
+            guard.require_same_past(self._resume, indexes)
+            self._recorded["overridden"] = guard.overridden_keys(self._resume, indexes)
             self._write_config()
         elif self._branch_point is not None:
-            require_rows_of_branch_point(self._config, *self._branch_point, indexes)
+            guard.require_rows_of_branch_point(*self._branch_point, indexes)
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end of the run. If it was stopped before or within a validation, validate first."""

@@ -76,7 +76,7 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
 
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
-    from biphasic.checkpointing.start_rules import plan_start
+    from biphasic.checkpointing.start_rules import ResumeGuard
     from biphasic.config.conversion_checks import RowChecks, check_rows
     from biphasic.config.plan import StartPlan, plan
     from biphasic.data.mds_reader import stored_row_problems
@@ -84,7 +84,7 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.storage import is_remote
 
     calls: dict[str, Callable[[], Any]] = {
-        "start": lambda: plan_start(config),
+        "start": ResumeGuard(config).plan_start,
         "rows": lambda: check_rows(config),
         "records": lambda: read_conversions(config.streams),
     }

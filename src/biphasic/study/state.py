@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
-from biphasic.checkpointing.start_rules import past_differences, resume_overrides
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
@@ -44,7 +44,8 @@ class RunState:
         if self.newest is None:
             return []
         try:
-            differences = past_differences(config, self.newest, resume_overrides(config))
+            guard = ResumeGuard(config)
+            differences = guard.past_differences(self.newest, guard.overrides)
         except UserError as error:
             return [str(error)]
         return [
