@@ -44,7 +44,9 @@ def write_checkpoint(folder: Path, batch: int, config: PretrainConfig, *, comple
 
 
 def resume_point(config: PretrainConfig, ranks: Any = None) -> Manifest | None:
-    return find_resume_point(config, ranks or RankGroup())
+    return find_resume_point(
+        config.checkpoint_destination, config.local_checkpoints, ResumeGuard(config), ranks or RankGroup()
+    )
 
 
 def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +128,7 @@ def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Wri
         config = config_of(
             write_yaml("branch", max_duration="30ba", objective__phases=phases, schedule={}, start_from=str(start_from))
         )
-        place, _, path = fetch_branch_point(config, RankGroup())
+        place, _, path = fetch_branch_point(config.run_folder / "from", ResumeGuard(config), RankGroup())
         return place, path.removeprefix(str(config.run_folder))
 
     local = str(folder / "ba8-rank0.pt")

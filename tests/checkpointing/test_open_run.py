@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from biphasic.checkpointing.open_run import Run, open_run, read_crashes, remove_empty_files
 from biphasic.checkpointing.run_lock import RunLock
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import UNFINISHED_PREFIX
+from biphasic.training.recipe import run_settings
 from conftest import Write
 from helpers.tiny import config_of
 
@@ -68,7 +70,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(
     if fault is None:  # a first start, from another run's checkpoint
         config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": "other"})})
         expected = pytest.raises(kind, match=r"^checkpoint other: can't be loaded")
-    with expected as caught, open_run(config):
+    with expected as caught, open_run(run_settings(config), ResumeGuard(config)):
         raise error
     assert type(caught.value) is kind
 
@@ -78,5 +80,5 @@ def test_what_a_killed_save_left_is_removed(write_yaml: Write) -> None:
     left = config.local_checkpoints / f"{UNFINISHED_PREFIX}9-host-ba1873-rank0.pt"
     left.parent.mkdir(parents=True)
     left.touch()
-    with open_run(config):
+    with open_run(run_settings(config), ResumeGuard(config)):
         assert not left.exists()

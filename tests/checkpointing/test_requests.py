@@ -22,6 +22,7 @@ import pytest
 from biphasic.checkpointing.fetch import find_resume_point
 from biphasic.checkpointing.manifest import Manifest, list_checkpoints, newest_complete
 from biphasic.checkpointing.rank_group import RankGroup
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.checkpointing.upload import CheckpointUpload, Uploader, write_missing_manifests
 from biphasic.storage import file_hash, open_store
 from conftest import Write
@@ -204,7 +205,9 @@ def test_a_start_finds_the_newest_of_10000_checkpoints(
         monkeypatch.setenv("S3_ENDPOINT_URL", proxy.address)
         config = config_of(write_yaml("run", checkpoint__folder="s3://large/run"))
         start = time.monotonic()
-        found = find_resume_point(config, RankGroup())
+        found = find_resume_point(
+            config.checkpoint_destination, config.local_checkpoints, ResumeGuard(config), RankGroup()
+        )
         seconds = time.monotonic() - start
         print(f"\nstart, 10,000 checkpoints (sharded: {sharded}): {dict(proxy.requests)}, {seconds:.1f} s")
         assert found is not None and found.batch == 10_000

@@ -26,6 +26,7 @@ from biphasic.checkpointing.upload import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
 from biphasic.training.metrics_file import read_metrics
+from biphasic.training.recipe import run_settings
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit
 from helpers.tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
@@ -306,7 +307,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, sharded: bool
 ) -> None:
     none: Any = SimpleNamespace()
-    saver = Saver(config_of(write_yaml()), none, none, None, {})
+    saver = Saver(run_settings(config_of(write_yaml())), none, none, None, {})
     synced, sync, content = dict[int, int](), os.fsync, {"weights": torch.ones(1 << 12)}
 
     def record(number: int) -> None:
@@ -326,9 +327,9 @@ def test_the_writer_uses_its_rank_s_gpu(write_yaml: Write, monkeypatch: pytest.M
     config = config_of(write_yaml())
     used: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, current_thread().name)))
-    Saver(config, none, none, None, {})._writer.submit(int).result()
+    Saver(run_settings(config), none, none, None, {})._writer.submit(int).result()
     assert used == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    Saver(config, none, none, None, {})._writer.submit(int).result()
+    Saver(run_settings(config), none, none, None, {})._writer.submit(int).result()
     assert used == [(3, "checkpoint-writer_0")]

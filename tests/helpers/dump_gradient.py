@@ -16,9 +16,10 @@ from composer.utils import dist, get_device
 from torch.distributed.tensor import DTensor
 
 from biphasic.checkpointing.open_run import open_run
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.training.recipe import prepare
+from biphasic.training.recipe import prepare, run_settings
 
 
 def gather(gradient: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,7 @@ def dump(out: Path, files: list[Path]) -> None:
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        with open_run(config) as run:
+        with open_run(run_settings(config), ResumeGuard(config)) as run:
             trainer = prepare(config, run)
             trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
             run.train(trainer)

@@ -19,7 +19,6 @@ from biphasic.checkpointing.manifest import (
 from biphasic.checkpointing.run_lock import LOCK_FILE
 from biphasic.checkpointing.start_rules import ResumeGuard, batch_in_path, checkpoint_folder
 from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import first_line
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import is_remote, join, open_store, user_errors
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
     from biphasic.checkpointing.rank_group import RankGroup
 
 
-def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | None:
-    """Find the newest complete checkpoint of a run, and download it to every node's `local_checkpoints`.
+def find_resume_point(destination: str, local_folder: Path, guard: ResumeGuard, ranks: RankGroup) -> Manifest | None:
+    """Find the newest complete checkpoint of a run, and download it to every node's `local_folder`.
 
     Pending uploads of earlier attempts on any node are completed first. Other runs' checkpoints are skipped. Returns
     None if there is none. Raises a UserError if the destination can't be read from every node, holds only other runs'
     checkpoints, or is a bucket that lacks some that the run saved to the local folder before.
     """
-    destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     place = f"checkpoint.folder {destination}"
 
     def upload() -> None:
@@ -56,7 +54,7 @@ def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | No
             entries = folder.list()
             if write_missing_manifests(folder, entries):
                 entries = folder.list()
-            own = ResumeGuard(config).own_checkpoints(newest_first(folder, entries))
+            own = guard.own_checkpoints(newest_first(folder, entries))
             return newest_complete(folder, local_folder, own)
 
     manifest = ranks.on_first_rank(find)
@@ -75,14 +73,14 @@ def find_resume_point(config: PretrainConfig, ranks: RankGroup) -> Manifest | No
     return manifest
 
 
-def fetch_branch_point(config: PretrainConfig, ranks: RankGroup) -> tuple[str, Manifest, str]:
+def fetch_branch_point(downloads: Path, guard: ResumeGuard, ranks: RankGroup) -> tuple[str, Manifest, str]:
     """Find the checkpoint that `start_from` leads to. Return its path or URL, its manifest and its local path.
 
-    It is used in place if it is local, and otherwise downloaded to the run's folder. Raises a UserError if there is no
+    It is used in place if it is local, and otherwise downloaded to `downloads`. Raises a UserError if there is no
     complete checkpoint whose past is this run's own, or if it is damaged.
     """
-    folder, manifest = ranks.on_first_rank(ResumeGuard(config).find_branch_point)
-    place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
+    folder, manifest = ranks.on_first_rank(guard.find_branch_point)
+    place, local_folder = join(folder, manifest.path), downloads if is_remote(folder) else Path(folder)
 
     def download() -> None:
         with _explained(place):

@@ -20,12 +20,9 @@ from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, 
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
-from biphasic.checkpointing.save import Saver, progress_after_batch
+from biphasic.checkpointing.save import RunSettings, Saver, progress_after_batch
 from biphasic.checkpointing.start_rules import ResumeGuard, require_same
 from biphasic.checkpointing.stopping import StopCoordinator
-from biphasic.config.base import flatten
-from biphasic.config.load import dump
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
 from biphasic.data.streams import RowStream
 from biphasic.devices import rank_device, require_precision
@@ -49,8 +46,8 @@ class Run:
         webhook: where the run's events are reported, on rank 0.
     """
 
-    def __init__(self, config: PretrainConfig):
-        self._config, self._guard, self._destination = config, ResumeGuard(config), config.checkpoint_destination
+    def __init__(self, settings: RunSettings, guard: ResumeGuard):
+        self._settings, self._guard, self._destination = settings, guard, settings.destination
         self._opened = time.monotonic()
         self._lock, self._ranks = RunLock(self._destination), RankGroup(_DOWNLOAD_TIMEOUT)
         self._stopping = StopCoordinator()
@@ -58,19 +55,19 @@ class Run:
         self._resume: Manifest | None = None
         self._branch_point: tuple[str, Manifest] | None = None
         self._crash_file: CrashFile | None = None
-        self._recorded: dict[str, Any] = {"name": config.run_name, "indexes": {}, "overridden": []}
+        self._recorded: dict[str, Any] = {"name": settings.name, "indexes": {}, "overridden": []}
         """The entries of manifests that are the same for each checkpoint."""
         self._trainer: Trainer | None = None
         self._has_trained = False
-        self.webhook = Webhook(config.webhook if self._ranks.is_first else None, config.run_name)
+        self.webhook = Webhook(settings.webhook if self._ranks.is_first else None, settings.name)
         self.checkpoint: str | None = None
         self.callbacks: list[Callback] = []
 
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
-        config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
-        self._require_same_on_nodes(dict(flatten(config)), "give all nodes the same YAML and overrides")
-        require_node_folders(self._destination, config.splits, ranks)
+        settings, guard, ranks, crashes = self._settings, self._guard, self._ranks, self._settings.folder / "crashes"
+        self._require_same_on_nodes(guard.values, "give all nodes the same YAML and overrides")
+        require_node_folders(self._destination, settings.streams, ranks)
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
@@ -81,15 +78,15 @@ class Run:
         lines = list(dict.fromkeys(line for node in ranks.all_gather(lines) for line in node))
         if lines:
             self._lock.explain_killed(", ".join(lines))
-        self._resume = find_resume_point(config, ranks)
+        self._resume = find_resume_point(self._destination, settings.local_checkpoints, guard, ranks)
         self._lock.record_start(*((self._resume.batch, self._resume.run["tokens"]) if self._resume else (0, 0)))
         self._crash_file = CrashFile(crashes, attempt, ranks.rank)
         self.checkpoint = self._starting_checkpoint()
         # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
-        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(config.model_dump(mode="json"))}
-        config.local_checkpoints.mkdir(parents=True, exist_ok=True)
+        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(guard.recorded)}
+        settings.local_checkpoints.mkdir(parents=True, exist_ok=True)
         ranks.once_per_machine(self._remove_unfinished)
-        self._saver = Saver(config, self._lock, self._stopping, self._resume, self._recorded)
+        self._saver = Saver(settings, self._lock, self._stopping, self._resume, self._recorded)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
         if self._resume is None:
@@ -102,7 +99,7 @@ class Run:
         if event != "finished" or self._has_trained:
             batch = None if self._trainer is None else int(self._trainer.state.timestamp.batch)
             # First, because closing the loggers may take long, and a failing job has limited time.
-            message = f"trained to {self._config.max_duration}" if event == "finished" else reason
+            message = f"trained to {self._settings.max_duration}" if event == "finished" else reason
             self.webhook.send(event, message, batch)
         if self._trainer is not None:
             # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
@@ -121,7 +118,7 @@ class Run:
     @property
     def id(self) -> str | None:
         """Name of the run's first attempt, by which W&B and MLflow recognize a run that resumes; None if it isn't needed."""
-        if not (self._ranks.is_first and (self._config.logging.wandb or self._config.logging.mlflow)):
+        if not (self._ranks.is_first and self._settings.has_tracker):
             return None
         with user_errors(f"checkpoint.folder {self._destination}: can't be read"):
             return Path(min(open_store(self._destination).list(ATTEMPTS))).stem
@@ -129,11 +126,11 @@ class Run:
     def say(self, text: str) -> None:
         """Print a line, with the run's name, on rank 0."""
         if self._ranks.is_first:
-            print(f"{self._config.run_name}: {text}", flush=True)
+            print(f"{self._settings.name}: {text}", flush=True)
 
     def fetch_initial_weights(self, path: str) -> str:
         """Return the local path of `model.init_from`, after downloading it if it is in a bucket."""
-        local_paths, folder = list[str](), self._config.run_folder / "init"
+        local_paths, folder = list[str](), self._settings.folder / "init"
         self._ranks.once_per_machine(lambda: local_paths.append(local_checkpoint(path, folder)))
         return self._ranks.broadcast(local_paths[0] if local_paths else None)
 
@@ -159,11 +156,11 @@ class Run:
     def train(self, trainer: Trainer) -> None:
         """Train to the end of the run. If it was stopped before or within a validation, validate first."""
         self._trainer, resume = trainer, self._resume
-        batch, end = int(trainer.state.timestamp.batch), self._config.max_duration
+        batch, end = int(trainer.state.timestamp.batch), self._settings.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
         origin = f"starting at batch {batch:,} {length}"
         is_over = progress_after_batch(trainer.state).reached(end)
-        repeats = resume is not None and "-validating" in resume.path and self._config.data.validation is not None
+        repeats = resume is not None and "-validating" in resume.path and self._settings.validation_interval is not None
         if resume is not None:
             origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}"
         self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
@@ -189,20 +186,20 @@ class Run:
 
     def _remove_unfinished(self) -> None:
         """Remove what a save left that was killed. No other process writes checkpoints while this one holds the lock."""
-        for path in self._config.local_checkpoints.glob(f"{UNFINISHED_PREFIX}*-ba*"):
+        for path in self._settings.local_checkpoints.glob(f"{UNFINISHED_PREFIX}*-ba*"):
             with suppress(OSError):
                 path.unlink()
 
     def _write_config(self) -> None:
         if self._ranks.is_first:
-            open_store(str(self._config.run_folder)).write("config.yaml", dump(self._config).encode())
+            open_store(str(self._settings.folder)).write("config.yaml", self._guard.yaml.encode())
 
     def _starting_checkpoint(self) -> str | None:
-        config = self._config
+        settings = self._settings
         if self._resume is not None:
-            path = str(config.local_checkpoints / self._resume.path)
-        elif config.start_from is not None:
-            place, manifest, path = fetch_branch_point(config, self._ranks)
+            path = str(settings.local_checkpoints / self._resume.path)
+        elif settings.start_from is not None:
+            place, manifest, path = fetch_branch_point(settings.folder / "from", self._guard, self._ranks)
             self._branch_point = place, manifest
             self._lock.record_start(manifest.batch, manifest.run["tokens"])
             self.say(f"starts from batch {manifest.batch}, {place}")
@@ -213,20 +210,20 @@ class Run:
 
 
 @contextmanager
-def open_run(config: PretrainConfig) -> Iterator[Run]:
+def open_run(settings: RunSettings, guard: ResumeGuard) -> Iterator[Run]:
     """Open a run. On leaving the block, close it, release its lock and record why the attempt ended.
 
     Raises a UserError if the machine can't compute in the run's precision, another run holds the lock, or the
     checkpoint is missing, doesn't match or, in the block, can't be loaded.
     """
-    require_precision(config.precision)
-    if config.compute.deterministic:
+    require_precision(settings.precision)
+    if settings.deterministic:
         reproducibility.configure_deterministic_mode()  # before CUDA is initialized
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    run = Run(config)
+    run = Run(settings, guard)
     with close_on_fault(run.close):
         run.start()
-        reproducibility.seed_all(config.seed)
+        reproducibility.seed_all(settings.seed)
         try:
             yield run
         except CheckpointException as error:  # a BaseException, of loading alone: `Saver` catches its own
@@ -237,7 +234,7 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise
             cause = " ".join(str(error).split())
-            source = run.checkpoint or config.model.init_from
+            source = run.checkpoint or settings.init_from
             raise UserError(f"checkpoint {source}: can't be loaded ({cause:.300})") from None
     run.close("finished")
 

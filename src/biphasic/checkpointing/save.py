@@ -30,8 +30,6 @@ from biphasic.checkpointing.rank_group import RankGroup
 from biphasic.checkpointing.run_lock import RunLock
 from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
-from biphasic.config.plan import branch_points
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import Preempted, Unavailable, UserError, first_line
 from biphasic.storage import atomic_path, file_hash, open_store
@@ -41,6 +39,36 @@ _SMALLEST_PINNED = 1 << 20
 """Bytes from which pinning makes a copy faster."""
 _QUIET_SECONDS = 5.0
 """Seconds that the last upload before a stop may take without a message."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What `Run` and `Saver` use of a run's configuration, besides what `ResumeGuard` compares.
+
+    `folder` is the run's own. Checkpoints are saved to `destination`, a folder or bucket prefix, from `local_checkpoints`,
+    which is the same folder if it is local: every `interval`, of which the newest `keep` remain (negative: all), and at
+    `branch_points`, where other runs may start. `validation_interval` is None if the run doesn't validate. `start_from` and
+    `init_from` are the places of another run's checkpoints and of the initial weights. `streams` are all that the run
+    reads, by key. With `has_tracker`, W&B or MLflow asks for `Run.id`.
+    """
+
+    name: str
+    folder: Path
+    destination: str
+    local_checkpoints: Path
+    max_duration: Duration
+    interval: Duration
+    validation_interval: Duration | None
+    keep: int
+    branch_points: tuple[Duration, ...]
+    start_from: str | None
+    init_from: str | None
+    streams: Mapping[str, RowStream]
+    has_tracker: bool
+    webhook: str | None
+    precision: str
+    deterministic: bool
+    seed: int
 
 
 class ShardWriter(FileSystemWriter):
@@ -125,16 +153,17 @@ class Saver(Callback):
 
     def __init__(
         self,
-        config: PretrainConfig,
+        settings: RunSettings,
         lock: RunLock,
         stopping: StopCoordinator,
         resume: Manifest | None,
         recorded: dict[str, Any],
     ):
         self._lock, self._stopping, self._resume, self._recorded = lock, stopping, resume, recorded
-        self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
-        self._at_interval = interval_schedule(config.checkpoint.interval, config.max_duration)
-        self._validates, self._branch_points = validation_schedule(config), branch_points(config)
+        self._local_folder, self._destination = settings.local_checkpoints, settings.destination
+        self._at_interval = interval_schedule(settings.interval, settings.max_duration)
+        self._validates = interval_schedule(settings.validation_interval, settings.max_duration)
+        self._branch_points = settings.branch_points
         self._ranks = RankGroup()
         # PyTorch's writer synchronizes with the thread's current GPU. By default that is GPU 0, where each rank would
         # create a context of half a gigabyte.
@@ -147,7 +176,7 @@ class Saver(Callback):
         self._uploader = Uploader(
             self._local_folder,
             self._destination,
-            config.checkpoint.keep,
+            settings.keep,
             self._ranks.rank,
             self._ranks.local_ranks,
             self._saved_batch or 0,
@@ -344,12 +373,6 @@ def interval_schedule(interval: Duration | None, end: Duration) -> Callable[[Sta
         return passed or now.reached(end)
 
     return is_due
-
-
-def validation_schedule(config: PretrainConfig) -> Callable[[State], bool]:
-    """Return a function of Composer's state: whether the run validates after the last batch."""
-    interval = config.evaluation.interval or config.max_duration
-    return interval_schedule(None if config.data.validation is None else interval, config.max_duration)
 
 
 def progress_after_batch(state: State) -> TrainingProgress:

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
-from biphasic.config.base import within
+from biphasic.config.base import flatten, within
 from biphasic.config.history import Difference, compare_histories, compare_pasts, is_overridden, phase_paths
+from biphasic.config.load import dump
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
@@ -40,6 +41,21 @@ class ResumeGuard:
         self._config = config
         # The data of phases is compared by the hash of its index, as the run's own is.
         self.overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The configuration as checkpoints record it."""
+        return self._config.model_dump(mode="json")
+
+    @property
+    def yaml(self) -> str:
+        """The configuration as the run's folder records it."""
+        return dump(self._config)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The configuration by dotted key."""
+        return dict(flatten(self._config))
 
     def own_checkpoints(self, checkpoints: Iterable[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
         """Yield the checkpoints in the run's folder. One of another run has a fault instead of its manifest, and is skipped.

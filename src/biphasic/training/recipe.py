@@ -16,10 +16,12 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import dist
 
 from biphasic.checkpointing.open_run import Run, open_run
-from biphasic.checkpointing.save import validation_schedule
+from biphasic.checkpointing.save import RunSettings, interval_schedule
+from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.conversion_checks import bos_warning, conversion_record
 from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
+from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.batches import PhaseRows, TrainingBatches
 from biphasic.data.shards import index_hashes
@@ -52,7 +54,7 @@ def pretrain(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, a shard is damaged, or a GPU
             runs out of memory.
     """
-    with open_run(config) as run:
+    with open_run(run_settings(config), ResumeGuard(config)) as run:
         trainer = prepare(config, run)
         try:
             run.train(trainer)
@@ -62,6 +64,30 @@ def pretrain(config: PretrainConfig) -> Path:
             microbatch = next(each for each in trainer.state.algorithms if isinstance(each, MicrobatchSize))
             raise microbatch.out_of_memory(trainer.state) from error
     return config.run_folder
+
+
+def run_settings(config: PretrainConfig) -> RunSettings:
+    """Return what opening the run and saving its checkpoints need to know of its configuration."""
+    validates, logging = config.data.validation is not None, config.logging
+    return RunSettings(
+        name=config.run_name,
+        folder=config.run_folder,
+        destination=config.checkpoint_destination,
+        local_checkpoints=config.local_checkpoints,
+        max_duration=config.max_duration,
+        interval=config.checkpoint.interval,
+        validation_interval=(config.evaluation.interval or config.max_duration) if validates else None,
+        keep=config.checkpoint.keep,
+        branch_points=tuple(branch_points(config)),
+        start_from=config.start_from,
+        init_from=config.model.init_from,
+        streams=config.splits,
+        has_tracker=logging.wandb is not None or logging.mlflow is not None,
+        webhook=config.webhook,
+        precision=config.precision,
+        deterministic=config.compute.deterministic,
+        seed=config.seed,
+    )
 
 
 def prepare(config: PretrainConfig, run: Run) -> Trainer:
@@ -211,7 +237,7 @@ def _evaluators(config: PretrainConfig, run: Run, vocab_size: int, objectives: I
     streams, count = {"data.validation": config.splits["data.validation"]}, config.evaluation.batches
     reading = config.data.reading
     batches = build_loader(reading, streams, rows, config.seed, train=False, batches=count, vocab_size=vocab_size)
-    is_due = validation_schedule(config)
+    is_due = interval_schedule(run_settings(config).validation_interval, config.max_duration)
 
     def validates(state: State, event: Event) -> bool:
         # Before the batch's checkpoint, which then has the losses. If the run stops, its next start validates.
