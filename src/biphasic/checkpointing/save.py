@@ -6,9 +6,9 @@ import copy
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from biphasic.checkpointing.rank_group import RankGroup
 from biphasic.checkpointing.run_lock import RunLock
 from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
+from biphasic.data.streams import RowStream
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import Preempted, Unavailable, UserError, first_line
 from biphasic.storage import atomic_path, file_hash, open_store

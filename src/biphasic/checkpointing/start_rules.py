@@ -91,14 +91,9 @@ class ResumeGuard:
         """Check that the run may resume from its own checkpoint: a restart may change the future, but not the past.
 
         `checkpoint.resume_overrides` names what may differ. Raises a UserError if something that affects the trained
-        batches has changed, the run would end before the checkpoint, or `checkpoint.autoresume` is false.
+        batches has changed, or the run would end before the checkpoint.
         """
         config = self._config
-        if not config.checkpoint.autoresume:
-            raise UserError(
-                f"{config.checkpoint_destination} holds checkpoints (the newest: {manifest.path}) and "
-                "checkpoint.autoresume is false: choose another run_name, or remove them"
-            )
         recorded, trained = recorded_config(manifest), f"{config.run_name}: its checkpoint {manifest.path} was trained"
         # Phases that all read the same may begin again.
         has_inputs = any(inputs_differ(one.inputs) for one in (recorded, config))

@@ -86,8 +86,6 @@ class CheckpointConfig(Section):
     those at a phase switch, at the start of the decay and at `keep_at`."""
     keep_at: list[Duration] = []
     """Additional times, such as `18000ba`, at which to save a checkpoint that is never deleted, e.g. to branch from it."""
-    autoresume: bool = True
-    """Whether to resume from the newest checkpoint of this run, if one exists."""
     resume_overrides: list[str] = []
     """Keys or sections that affect the weights, but may differ from the checkpoint's when the run resumes."""
 
