@@ -20,6 +20,7 @@ from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
+from biphasic.training.recipe import run_settings
 from conftest import MakeBucket, Write
 from helpers.buckets import bucket_for, client, flip_a_bit, upload
 from helpers.tiny import config_of
@@ -147,7 +148,7 @@ def test_initial_weights_come_from_a_folder_or_a_bucket(s3: Path, write_yaml: Wr
     config = config_of(write_yaml("made"))
     write_checkpoint(config.local_checkpoints, 4, config)
     address = upload(config.local_checkpoints, bucket_for(s3, "initial"), "made")
-    run = Run(config)
+    run = Run(run_settings(config), ResumeGuard(config))
     assert run.fetch_initial_weights("org/model") == "org/model"
     assert run.fetch_initial_weights(str(config.local_checkpoints)) == str(config.local_checkpoints / "ba4-rank0.pt")
     assert run.fetch_initial_weights(address) == str(config.run_folder / "init" / "ba4-rank0.pt")

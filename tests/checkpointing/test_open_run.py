@@ -42,7 +42,7 @@ def test_a_run_is_known_by_its_first_attempt(write_yaml: Write) -> None:
             lock = RunLock(config.checkpoint_destination)
             names.append(lock.acquire(1))
             lock.release("finished")
-        run = Run(config)
+        run = Run(run_settings(config), ResumeGuard(config))
         assert run.id == (None if logger == "tensorboard" else names[0])
         run.close("finished")
 
