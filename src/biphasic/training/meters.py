@@ -54,7 +54,7 @@ class Meters(Callback):
     """
 
     def __init__(self, size: Architecture, precision: torch.dtype):
-        self.size, gpu = torch.cuda.is_available()
+        self.size, gpu = size, torch.cuda.is_available()
         self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
         self._steps: dict[str, list[_Step]] = {}
         """All steps by objective."""
