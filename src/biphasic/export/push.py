@@ -81,8 +81,8 @@ def _commit(
         api.create_branch(repo, branch=revision, exist_ok=True)
     old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
     stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
-    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    operations += map(CommitOperationDelete, stale)
+    added = [CommitOperationAdd(name, content) for name, content in contents.items()]
+    operations = [*added, *map(CommitOperationDelete, stale)]
     commit = api.create_commit(repo, operations, commit_message=f"Export of biphasic: {name}", revision=revision)
     return len(stale), commit.commit_url
 

@@ -269,7 +269,7 @@ class AttentionReport:
 
     def __str__(self) -> str:
         marks = {None: "", True: "yes", False: "no"}
-        rows = [("asked for by", "direction", "future", "other segments", "padding", "")]
+        rows: list[tuple[str, ...]] = [("asked for by", "direction", "future", "other segments", "padding", "")]
         for each in self.checks:
             remark = (
                 f"can't be called so: {each.error}" if each.error else f"WRONG: {each.problem}" * bool(each.problem)
@@ -347,7 +347,8 @@ def _checks(model: Any) -> Iterator[AttentionCheck]:
             seen = _influence(call, model)
         except Exception as error:  # a family's code may raise anything
             return AttentionCheck(way, direction, error=f"{type(error).__name__}: {first_line(error)[:80]}")
-        return AttentionCheck(way, direction, **{name: bool((seen & pairs).any()) for name, pairs in aspects.items()})
+        results: dict[str, Any] = {name: bool((seen & pairs).any()) for name, pairs in aspects.items()}
+        return AttentionCheck(way, direction, **results)
 
     yield check("input_ids alone", "own", {"future": later}, partial(_output, model, {}))
     for side, is_text in (("right", segment == 0), ("left", segment == 1)):

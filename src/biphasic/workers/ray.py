@@ -61,7 +61,7 @@ class RayWorkers(WorkerGroup):
             if node["Alive"]:
                 there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 given = list(map(os.path.abspath, paths))
-                missing = ray.get(first_missing.options(scheduling_strategy=there).remote(given))
+                missing: Any = ray.get(first_missing.options(scheduling_strategy=there).remote(given))
                 if missing is not None:
                     machine = node["NodeManagerHostname"]
                     advice = "name a bucket, or a folder that all machines of the cluster share"
