@@ -27,24 +27,20 @@ if TYPE_CHECKING:
     from biphasic.config.study import StudyConfig
     from biphasic.config.sweep import SweepConfig
 
-_OPTIONS_OF_STAGES = {
-    "pretrain": ("plan", "limit"),
-    "export": ("limit",),
-    "finetune": ("plan", "limit", "retry_failed"),
-    "evaluate": ("limit",),
-    "report": (),
-}
-"""The stages of a study, in order, and the options of each."""
+_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+"""The stages of a study, in order."""
 _ARGUMENTS = (
     argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
     argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
-    argument("--stage", choices=_OPTIONS_OF_STAGES, help="studies: the stage to run; default: pretrain"),
+    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
 )
-_JOBS_OF_OPTIONS = {
-    "stage": ("study",),
-    "limit": ("sweep", "study"),
-    "retry_failed": ("sweep", "study"),
+_PLACES = {
+    "stage": ("job: study",),
+    "limit": ("job: sweep", "job: study", *(f"--stage {stage}" for stage in _STAGES[:-1])),
+    "retry_failed": ("job: sweep", "job: study", "--stage finetune"),
+    "plan": ("--stage pretrain", "--stage finetune"),
 }
+"""The jobs and stages of options that not all have."""
 _SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
 
 
@@ -63,10 +59,7 @@ def _main(arguments: list[str] | None) -> int:
 
     ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     config = load(options.file, options.overrides, ranks)
-    for name, jobs in _JOBS_OF_OPTIONS.items():
-        if getattr(options, name) and config.job not in jobs:
-            expected = " and ".join(f"job: {job}" for job in jobs)
-            raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
+    _require_place(options, f"job: {config.job}")
     if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
     for name in ("json", "ranks"):
@@ -90,6 +83,15 @@ def _main(arguments: list[str] | None) -> int:
     return 0
 
 
+def _require_place(options: argparse.Namespace, place: str) -> None:
+    """Raise a UserError if an option is given that this job (`job: sweep`) or stage (`--stage export`) does not have."""
+    kind = place.split()[0]
+    for name, places in _PLACES.items():
+        fitting = [each for each in places if each.startswith(kind)]
+        if getattr(options, name) and fitting and place not in fitting:
+            raise UserError(f"--{name.replace('_', '-')} is for {' and '.join(fitting)}; {options.file} is {place}")
+
+
 def _next(options: argparse.Namespace, *words: str) -> str:
     return f"next: {shlex.join(['python', 'src/main.py', options.file, *options.overrides, *words])}"
 
@@ -110,10 +112,7 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
 
 def _study(config: StudyConfig, options: argparse.Namespace, stage: str) -> int:
     """Run a stage, or print its plan. Pretraining starts the runs that are not done."""
-    for name in ("plan", "limit", "retry_failed"):
-        if getattr(options, name) and name not in _OPTIONS_OF_STAGES[stage]:
-            stages = " and ".join(f"--stage {other}" for other, names in _OPTIONS_OF_STAGES.items() if name in names)
-            raise UserError(f"--{name.replace('_', '-')} is for {stages}; got {stage}")
+    _require_place(options, f"--stage {stage}")
     if stage == "pretrain" and options.plan:
         return print_plan(config, options)
     if stage == "pretrain":
@@ -138,8 +137,7 @@ def _study(config: StudyConfig, options: argparse.Namespace, stage: str) -> int:
         else:
             status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
     if status == 0:
-        later = list(_OPTIONS_OF_STAGES)[list(_OPTIONS_OF_STAGES).index(stage) + 1 :]
-        following = next(name for name in later if getattr(config.stages, name, True))
+        following = next(name for name in _STAGES[_STAGES.index(stage) + 1 :] if getattr(config.stages, name, True))
         print(_SAME_COMMAND if options.limit else _next(options, "--stage", following))
     return status
 

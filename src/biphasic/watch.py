@@ -62,8 +62,8 @@ class Watcher:
     def watch(self) -> int:
         """Score checkpoints until the run's last one is scored, and return the exit status: 1 if a trial failed.
 
-        After Ctrl-C or SIGTERM it is 130; the same command goes on. Raises a UserError if the scores of this name
-        were made with other settings, if the place can't be read, or if the first trial fails.
+        After Ctrl-C or SIGTERM it is 130. Raises a UserError if the scores of this name were made with other settings, if
+        the place can't be read, or if the first trial fails.
         """
         try:
             # An exception is not raised in the signal's handler: Python loses it while it starts a process, and this one
@@ -90,9 +90,7 @@ class Watcher:
                 if json.loads(store.read(name))["settings"] != self._settings:
                     problem = f"is of other settings than {self.task.run_name} here: give these scores another name"
                     raise UserError(f"{self.place}/{name}: {problem}, run_name=…")
-            manifests = {
-                each.batch: each.manifest for each in newest_first(store, entries) if each.manifest is not None
-            }
+            manifests = {each.batch: each.manifest for each in newest_first(store, entries) if each.manifest}
             newest = manifests[max(manifests)] if manifests else None
             is_over = newest is not None and newest.progress.reached(recorded_config(newest).max_duration)
             scored = [batch for batch in names.values() if batch is not None]
@@ -102,9 +100,7 @@ class Watcher:
             if due or is_over:
                 return not due
             attempt = next(reversed(read_attempts(store)), {"reason": "not started"})
-            following = (max([0, *scored]) // self.every + 1) * self.every
-            reason = attempt.get("reason", "training")
-            text = f"next: the first checkpoint from batch {following:,} on; the run: {reason}"
+            text = f"waiting for the next checkpoint; the run: {attempt.get('reason', 'training')}"
         except OSError as error:
             text = f"{self.place}: can't be read and written ({first_line(error)})"
             if not is_unreachable(error):
@@ -141,11 +137,13 @@ class Watcher:
                 raise UserError(f"{label}: {error}\nthe first trial failed, so no other is tried") from None
             return
         # A further metric of a test set is a result of its own: `conll2003 f1`.
-        scores = {f"{self._folder}/{each['name'].removesuffix(' ' + each['metric'])}/{split}/{metric}": value
-                  for each in trial["results"] for split, values in each["more"].items()
-                  for metric, value in values.items()}  # fmt: skip
-        record = {"batch": manifest.batch, "tokens": tokens, "time": time.time(), "scores": scores,
-                  "settings": self._settings, "trial": trial}  # fmt: skip
+        scores = {}
+        for each in trial["results"]:
+            name = f"{self._folder}/{each['name'].removesuffix(' ' + each['metric'])}"
+            for split, values in each["more"].items():
+                scores |= {f"{name}/{split}/{metric}": value for metric, value in values.items()}
+        record = {"batch": manifest.batch, "tokens": tokens, "time": time.time(), "scores": scores}
+        record |= {"settings": self._settings, "trial": trial}
         # The file comes last: a checkpoint without one is scored and logged again.
         log_scores(recorded_config(manifest), self.task.run_name, manifest.batch, scores)
         store.write(f"{self._folder}/{label}.json", json_bytes(record))
@@ -154,7 +152,7 @@ class Watcher:
         print(f"{label}, {tokens:,} tokens: {shown} ({time.monotonic() - begin:.0f} s)", flush=True)
 
     def _train(self, store: Store, manifest: Manifest) -> dict[str, Any]:
-        """Fine-tune a checkpoint and return the trial's record. Raises a ValueError or a FileNotFoundError if that fails."""
+        """Return the record of a trial on a checkpoint. Raises a ValueError or a FileNotFoundError if it fails."""
         with tempfile.TemporaryDirectory(prefix="biphasic-watch-") as work:
             local = Path(work, "checkpoint") if is_remote(self.place) else Path(self.place)
             download_files(manifest, store, local)

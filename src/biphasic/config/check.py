@@ -59,11 +59,9 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
 def _validate(
     content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str]
 ) -> tuple[list[Problem], JobConfig | None]:
-    job = content.get("job")
-    if "job" not in content:
-        return [Problem(source("job"), "job", f"is missing; expected one of {', '.join(jobs)}")], None
-    if job not in jobs:
-        message = f"got {job!r}, expected one of {', '.join(jobs)}{_nearest(job, jobs)}"
+    if (job := content.get("job")) not in jobs:
+        got = f"got {job!r}, " if "job" in content else "is missing; "
+        message = f"{got}expected one of {', '.join(jobs)}{_nearest(job, jobs)}"
         return [Problem(source("job"), "job", message)], None
     try:
         return [], schema_of(job).model_validate(content)
@@ -129,10 +127,8 @@ def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: d
     if texts:
         return "; or ".join(dict.fromkeys(texts))
     expected = " or ".join(dict.fromkeys(map(_expected, alternatives)))
-    takes_text = any(detail["type"] == "string_type" for detail in alternatives)
-    quotes = (
-        "; text that YAML reads as something else needs quotes" if takes_text and isinstance(value, int | float) else ""
-    )
+    is_quoted = isinstance(value, int | float) and any(detail["type"] == "string_type" for detail in alternatives)
+    quotes = "; text that YAML reads as something else needs quotes" * is_quoted
     return f"expected {expected}{_got(value)}{quotes}"
 
 
@@ -176,11 +172,9 @@ def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True)
     def fits(section: KeySection) -> bool:
         parts = section.key.split(".") if section.key else []
         tag, _, kind = section.kind.partition(": ")
-        return (
-            len(parts) == len(keys)
-            and all(part in ("N", "NAME", key) for part, key in zip(parts, keys, strict=True))
-            and not (by_kind and kind and isinstance(value, dict) and value.get(tag, kind) != kind)
-        )
+        is_of_kind = not kind or not isinstance(value, dict) or value.get(tag, kind) == kind
+        is_there = all(part in ("N", "NAME", key) for part, key in zip(parts, keys, strict=False))
+        return len(parts) == len(keys) and is_there and (is_of_kind or not by_kind)
 
     return [section for section in sections_of(content["job"]) if fits(section)]
 

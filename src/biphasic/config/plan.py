@@ -23,25 +23,19 @@ from biphasic.timeline import decay_start, resolve_phases
 
 @dataclass
 class JobPlan:
-    """What a job will read, do and write.
-
-    Attributes:
-        run: the run's folder.
-        job: the YAML's `job` and the number of ranks.
-        lines: text by topic; each line of a longer text is printed after its topic.
-        warnings: what may surprise the user.
-        missing: what must be made before the job can start.
-        problems: what would stop the job even if nothing were missing.
-        details: the numbers in the lines, for JSON.
-    """
+    """What a job will read, do and write in the folder `run`. `job` is the YAML's, with the number of ranks."""
 
     run: str
     job: str
     lines: dict[str, str] = field(default_factory=dict)
+    """Text by topic; each line of a longer text is printed after its topic."""
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    """What must be made before the job can start."""
     problems: list[str] = field(default_factory=list)
+    """What would stop the job even if nothing were missing."""
     details: dict[str, Any] = field(default_factory=dict)
+    """The numbers in the lines, for JSON."""
 
     def describe(self) -> str:
         """Return the plan as text."""

@@ -170,25 +170,15 @@ class PretrainConfig(RunConfig):
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """`amp_bf16`: weights in fp32, matrix products in bf16 (the paper's runs). `fp32`: everything in fp32."""
     model: ModelConfig
-    """The model to train."""
     data: DataConfig
-    """The training and validation data."""
     objective: ObjectiveConfig
-    """What is trained when: CLM, MLM, and the switch between them."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over the run."""
     evaluation: ValidationConfig = ValidationConfig()
-    """Validation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving and resuming."""
     parallelism: ParallelismConfig = ParallelismConfig()
-    """How ranks share the model."""
     compute: ComputeConfig = ComputeConfig()
-    """Kernels and recomputation."""
     logging: LoggingConfig = LoggingConfig()
-    """Where metrics are logged."""
     webhook: str | None = None
     """Name of the environment variable with the URL of a chat's incoming webhook (Slack, Mattermost), such as
     `BIPHASIC_WEBHOOK`. Loss spikes, skipped batches, preemption, resuming, the end and failures are posted there."""

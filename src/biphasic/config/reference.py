@@ -61,7 +61,7 @@ def sections_of(job: str) -> list[KeySection]:
             for name, field in section["properties"].items()
         }
         keys = (
-            Key(name, _type(field), _default(field), _one_line(field.get("description", "Which kind this is.")))
+            Key(name, _type(field), _default(field), _one_line(field.get("description", _missing(field))))
             for name, field in fields.items()
         )
         yield KeySection(key, kind, _one_line(section["description"]), tuple(keys))
@@ -124,6 +124,10 @@ def _default(field: dict[str, Any]) -> str:
         return f"default: `{value:g}`"
     text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n")
     return f"default: `{text.strip()}`"
+
+
+def _missing(field: dict[str, Any]) -> str:
+    return "See below." if "$ref" in field else "Which kind this is."
 
 
 def _one_line(text: str) -> str:
