@@ -62,8 +62,9 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
     if model.preset is not None:
         architecture = PRESETS[model.preset]
         return architecture if model.vocab_size is None else replace(architecture, vocab_size=model.vocab_size)
-    vocab_size, hidden, ffn, layers, heads = sizes = [getattr(model, name) for name in _REQUIRED]
-    if not all(sizes):
+    vocab_size, hidden, ffn = model.vocab_size, model.hidden_size, model.intermediate_size
+    layers, heads = model.num_layers, model.num_heads
+    if not (vocab_size and hidden and ffn and layers and heads):
         return None
     kv_heads, head_dim = model.num_kv_heads or heads, model.head_dim or hidden // heads
     return Architecture(vocab_size, hidden, ffn, layers, heads, kv_heads, head_dim)
