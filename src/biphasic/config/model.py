@@ -98,5 +98,5 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         if architecture.heads % architecture.kv_heads:
             yield ["model.num_kv_heads", "model.num_heads"], f"expected a divisor of num_heads ({architecture.heads})"
         if architecture.head_dim % 2:
-            message = f"rotary positions need an even head_dim; got {architecture.head_dim}"
-            yield ["model.num_heads", "model.head_dim", "model.hidden_size"], message
+            key = "model.head_dim" if model.head_dim else "model.num_heads"
+            yield [key, "model.hidden_size"], f"rotary positions need an even head_dim; got {architecture.head_dim}"
