@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from biphasic.errors import UserError
-from biphasic.evaluation.embedding_cache import corpus_folder, stored
+from biphasic.evaluation.blocks import corpus_folder, stored
 
 SHAPE = (10, 8)
 FULL = 10 * 8 * 4
@@ -88,7 +88,7 @@ def test_a_damaged_block_counts_as_missing(tmp_path: Path, length: int) -> None:
 def test_a_killed_writer_leaves_no_incomplete_block(tmp_path: Path) -> None:
     code = (
         "import sys, time, numpy as np\nfrom pathlib import Path\n"
-        "from biphasic.evaluation.embedding_cache import stored\n"
+        "from biphasic.evaluation.blocks import stored\n"
         "def save(file, embeddings):\n"
         "    original(file, embeddings)\n"
         "    file.truncate(file.tell() - 100); file.flush()\n"

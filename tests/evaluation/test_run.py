@@ -96,25 +96,6 @@ def test_rankings_are_kept(scored: tuple[Path, EvaluateConfig]) -> None:
     assert count == 6
 
 
-def test_queries_without_a_matching_word_are_counted(model: Path, tmp_path: Path) -> None:
-    """BM25 ranks by the order of ids for "zebra", the stop word "the", and "!"; of "a dog and a zebra" one word occurs."""
-    texts = {"corpus": ["the cat sat", "the dog barked"], "queries": ["dogs", "zebra", "the", "!", "a dog and a zebra"]}
-    (tmp_path / "small/qrels").mkdir(parents=True)
-    for name, content in texts.items():
-        lines = [json.dumps({"_id": f"{name[0]}{at}", "text": text}) for at, text in enumerate(content)]
-        (tmp_path / "small" / f"{name}.jsonl").write_text("\n".join(lines))
-    qrels = [f"q{at}\tc1\t1" for at in range(5)]
-    (tmp_path / "small/qrels/test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *qrels]))
-    folder = run(config_of(model, tmp_path, sets=[str(tmp_path / "small")]))
-    counts = {record["system"]: record["scores"][0].get("unmatched_queries") for record in records_of(folder)}
-    assert counts == {"biphasic/scored": None, "BM25": 3, "random": None}
-    lines = [line for line in (folder / "scores.md").read_text().splitlines() if line.startswith("BM25: ")]
-    assert lines == [
-        "BM25: 3 of 5 queries of small test have no word (stop words aside) that occurs in its documents; "
-        "their rank is by the order of ids."
-    ]
-
-
 def test_judged_documents_are_those_that_judgments_name(scored: tuple[Path, EvaluateConfig]) -> None:
     counts = {
         scores["task"]: (scores["documents"], scores["queries"])

@@ -22,8 +22,7 @@ from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import GlobalBatches, epoch_order
 from biphasic.finetuning.classification import Classification, TokenClassification, word_of_each_token
-from biphasic.finetuning.question_answering import QuestionAnswering
-from biphasic.finetuning.spans import Span, best_answer, best_span
+from biphasic.finetuning.question_answering import QuestionAnswering, Span, best_answer, best_span
 from biphasic.finetuning.task import resolve_max_length
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.losses import IGNORE

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from biphasic.finetuning import spans
+from biphasic.finetuning import question_answering as spans
 
 SpanAnswer = tuple[str, float, float]
 """Text, score and no-answer score."""

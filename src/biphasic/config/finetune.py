@@ -85,23 +85,26 @@ class _ScoredConfig(_TaskConfig):
         return {self.name: "test"} if self.tests is None else dict(self.tests)
 
 
-class ClassificationConfig(_ScoredConfig):
+class _TextConfig(_ScoredConfig):
+    """A task that reads a text or a pair of texts."""
+
+    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
+    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
+
+
+class ClassificationConfig(_TextConfig):
     """Classify a text or a pair of texts: mean pooling, EuroBERT's two-layer head, cross-entropy."""
 
     kind: Literal["classification"]
-    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
-    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metrics: Annotated[list[Literal["accuracy", "f1", "matthews"]], Field(min_length=1), distinct] = ["accuracy"]
     """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of
     the second label; `matthews` is the Matthews correlation, 0 if only one label is predicted."""
 
 
-class MultiLabelConfig(_ScoredConfig):
+class MultiLabelConfig(_TextConfig):
     """Find all labels of a text or a pair of texts: the head of `classification`, binary cross-entropy of each label."""
 
     kind: Literal["multi_label"]
-    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
-    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metrics: Annotated[list[Literal["micro_f1", "macro_f1", "average_precision"]], Field(min_length=1), distinct] = [
         "micro_f1",
         "macro_f1",
@@ -110,12 +113,10 @@ class MultiLabelConfig(_ScoredConfig):
     best micro F1 on the validation split. `average_precision` needs no threshold: its mean over labels (scikit-learn)."""
 
 
-class RegressionConfig(_ScoredConfig):
+class RegressionConfig(_TextConfig):
     """Predict a number for a text or a pair of texts: the head of `classification` with one output, squared error."""
 
     kind: Literal["regression"]
-    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
-    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metrics: Annotated[list[Literal["spearman", "pearson"]], Field(min_length=1), distinct] = ["spearman", "pearson"]
     """Correlations in tables, 0 if all predictions are equal; the first counts in averages over tasks."""
 

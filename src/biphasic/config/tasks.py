@@ -82,16 +82,21 @@ class _SupervisedSet(_DownstreamSet):
     """Column with the ids. Default: ids are made from the source split and the row number."""
 
 
-class RegressionSet(_SupervisedSet):
-    """A dataset with a number for each text or pair of texts."""
+class _TextSet(_SupervisedSet):
+    """Keys of the datasets of texts or pairs of texts."""
 
-    kind: Literal["regression"]
     text_column: str
     """Column with the text."""
     text_pair_column: str | None = None
     """Column with the second text. Null: single texts."""
+
+
+class RegressionSet(_TextSet):
+    """A dataset with a number for each text or pair of texts."""
+
+    kind: Literal["regression"]
     label_column: str = "label"
-    """Column with the number; of classification, with the label, a number or a name."""
+    """Column with the text's number, or in `kind: classification` with its label, which is a number or a name."""
 
 
 class ClassificationSet(RegressionSet):
@@ -102,14 +107,10 @@ class ClassificationSet(RegressionSet):
     """In the order of the label numbers. Default: the dataset's own names, or else all labels that occur, sorted."""
 
 
-class MultiLabelSet(_SupervisedSet):
+class MultiLabelSet(_TextSet):
     """A dataset with any number of labels for each text or pair of texts."""
 
     kind: Literal["multi_label"]
-    text_column: str
-    """Column with the text."""
-    text_pair_column: str | None = None
-    """Column with the second text. Null: single texts."""
     label_column: str = "labels"
     """Column with the list of a text's labels, numbers or names."""
     label_separator: str | None = None

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from composer.utils import dist
+from filelock import FileLock
 from tqdm import tqdm
 
 from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.evaluation.embedder import Embedder
-from biphasic.evaluation.embedding_cache import corpus_folder, stored
 from biphasic.ranks import is_first_rank
-from biphasic.storage import is_remote
+from biphasic.storage import atomic_path, is_remote, user_errors
 
+_log = logging.getLogger(__name__)
 BLOCK, SMALL_BLOCK = 4096, 256
 """Number of documents in a file of embeddings. An interrupted job loses at most one file per rank."""
 _SMALL_CORPUS = 1 << 16
@@ -36,9 +42,9 @@ def embed_blocks(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks.
 
-    The size of a block doesn't depend on the number of ranks, so that the embeddings don't either. `texts` returns the
-    texts from a first to an end position, of `count`, with their prompt; `key` is what they depend on, as JSON types. In
-    the folder `cache`, if there is one, all embeddings have at most `limit` bytes.
+    The embeddings don't depend on the number of ranks, because the size of a block doesn't. There are `count` texts;
+    `texts(first, end)` returns some of them with their prompt, and `key`, of JSON types, is what they depend on. The
+    embeddings are stored in the folder `cache`, if one is given, where all together have at most `limit` bytes.
 
     Raises:
         UserError: an embedding is not finite, or the cache's folder can't be written to.
@@ -83,3 +89,50 @@ def from_first_rank(make: Callable[[], Value]) -> Value:
 def progress_bar(total: int, title: str) -> Any:
     """Return a bar of texts, which rank 0 shows after three seconds."""
     return tqdm(total=total, desc=title, unit="text", delay=3, disable=not is_first_rank())
+
+
+def corpus_folder(cache: Path, limit: int, key: Mapping[str, Any], size: int) -> Path | None:
+    """Return the folder for the `size` bytes of a corpus's embeddings, or None, with a warning, if there is no room.
+
+    The least recently used embeddings are removed so that all in the folder `cache` have at most `limit` bytes and fit on
+    the disk. Several evaluations may use it at the same time. `key` is everything that affects the embeddings, as JSON
+    types.
+
+    Raises:
+        UserError: the folder can't be written to.
+    """
+    text, cache = json.dumps(key, sort_keys=True), cache / "embeddings"
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
+    with user_errors(f"cache {cache}: can't be written to"), FileLock(cache / "room.lock"):
+        others = [entry for entry in cache.iterdir() if entry.is_dir() and entry != folder]
+        sizes = {other: _bytes_in(other) for other in sorted(others, key=lambda other: other.stat().st_mtime)}
+        room = min(limit, shutil.disk_usage(cache).free + sum(sizes.values()) + _bytes_in(folder))
+        if size > room:
+            _log.warning("cache %s: no room for %d bytes: an interrupted evaluation embeds them again", cache, size)
+            return None
+        while sum(sizes.values()) + size > room:
+            oldest = next(iter(sizes))
+            shutil.rmtree(oldest, ignore_errors=True)
+            del sizes[oldest]
+        folder.mkdir(exist_ok=True)
+        (folder / "key.json").write_text(text + "\n", encoding="utf-8")
+        os.utime(folder)
+    return folder
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("[0-9]*.npy"))
+
+
+def stored(file: Path | None, shape: tuple[int, int], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return the array of this shape in a file. If it is missing or damaged, call `make` and store the result there."""
+    if file is None:
+        return make()
+    with suppress(OSError, ValueError, EOFError):
+        if (array := np.load(file, mmap_mode="r")).shape == shape:
+            return array
+    array = make()
+    # The evaluation doesn't need the file: the disk may be full.
+    with suppress(OSError), atomic_path(file) as partial, partial.open("wb") as opened:
+        np.save(opened, array)
+    return array

@@ -130,10 +130,6 @@ def _record(
                 row["by_query"] = f"rankings/{key}-{split.subset}-{split.split}.parquet"
                 columns = query_columns(split.ranking, split.qrels, split.texts, {"ndcg_at_10": split.by_query})
                 store.write(row["by_query"], parquet_bytes(columns))
-                if system.name == "BM25":
-                    row["unmatched_queries"] = sum(
-                        not any(score for _, score in documents) for documents in split.ranking.values()
-                    )
             rows.append(row)
         seconds = time.monotonic() - start
         about |= {"source": task.source, "settings": dict(system.settings)}

@@ -110,19 +110,11 @@ def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a Markdown table whose columns are also aligned in a terminal.
 
     Each record has a `system` and its `scores`, dictionaries of `SplitScores`. Main scores other than NDCG@10 are
-    named. A line below the table counts a split's queries for which BM25 has no score (`unmatched_queries`).
+    named.
     """
     rows = [_row(record["system"], scores) for record in records for scores in record["scores"]]
     align = ["left" if name in _LEFT_ALIGNED else "right" for name in _COLUMNS]
-    notes = [
-        f"\n{record['system']}: {scores['unmatched_queries']:,} of {scores['queries']:,} queries of {scores['task']} "
-        f"{_split(scores)} have no word (stop words aside) that occurs in its documents; their rank is by the order of ids."
-        for record in records
-        for scores in record["scores"]
-        if scores.get("unmatched_queries")
-    ]
-    table = tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None)
-    return "\n".join([table, *notes]).splitlines()
+    return tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None).splitlines()
 
 
 def _split(scores: Mapping[str, Any]) -> str:

@@ -27,11 +27,9 @@ class AnswerTokens(TokenClassification):
 
     @property
     def label_names(self) -> list[str]:
-        """Names of the head's two outputs."""
         return ["outside", "inside"]
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a head with outputs for outside and inside."""
         return TokenHead(width, 2)
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
@@ -77,7 +75,6 @@ class AnswerTokens(TokenClassification):
         return {"predicted": predicted, "score": scores, "inside": inside}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return all correct answers to each question; an empty list if it has none."""
         return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:

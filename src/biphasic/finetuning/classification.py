@@ -34,13 +34,11 @@ class Classification(PredictionTask):
     label_type: type[np.number] = np.int64
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a head with an output for each label."""
         if "f1" in self.config.metrics and len(self.data.label_names) != 2:
             raise UserError(f"task.metrics: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
         return TextHead(width, len(self.label_names or []))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
-        """Format the texts with the template `task.text`, and return their tokens and labels."""
         if "{text_pair}" in self.config.text and None in columns["text_pair"]:
             raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
         pairs = zip(columns["text"], columns["text_pair"], strict=True)
@@ -49,31 +47,25 @@ class Classification(PredictionTask):
         return {"texts": texts, "lost": lost, "labels": Ragged.of(self.targets(columns), self.label_type)}
 
     def targets(self, columns: Columns) -> list[list[Any]]:
-        """Return the targets of each text for the loss. Default: its label."""
         return [[label] for label in columns["label"]]
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed cross-entropy of the texts' labels."""
         return F.cross_entropy(head(mean_pool(hidden, segments)).float(), batch["labels"], reduction="sum")
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return each text's most likely label and its probability."""
         best = head(mean_pool(hidden, segments)).float().softmax(-1).max(-1)
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
-        """Return the label of each text; `score` is its probability."""
         labels, scores = zip(*predictions, strict=True)
         return {"predicted": [self.data.label_names[label] for label in labels], "score": list(scores)}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return the names of the correct labels."""
         return [self.data.label_names[label] for label in columns["label"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
-        """Return `accuracy`, `matthews` (0 if only one label is predicted) and, for two labels, `f1`."""
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         names, predicted = self.data.label_names, answers["predicted"]
@@ -97,26 +89,21 @@ class Regression(Classification):
         return ["score"]
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed squared error of the texts' numbers."""
         return F.mse_loss(self._numbers(head, hidden, segments), batch["labels"], reduction="sum")
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return each text's number."""
         return self._numbers(head, hidden, segments).tolist()
 
     def _numbers(self, head: nn.Module, hidden: Tensor, segments: Segments) -> Tensor:
-        """Return the texts' numbers, fp32 [texts], without autocast: bf16 has steps of 1/32 above 4."""
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):  # bf16 has steps of 1/32 above 4
             return head(mean_pool(hidden, segments).float())[:, 0].float()
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
-        """Return the number of each text."""
         return {"predicted": predictions}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return the correct numbers."""
         return columns["label"]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
@@ -135,7 +122,7 @@ class Regression(Classification):
 
 
 class MultiLabel(Classification):
-    """Trains with binary cross-entropy of each label on mean-pooled tokens; scores F1 and average precision.
+    """Trains with the mean binary cross-entropy of the labels on mean-pooled tokens, as transformers; scores F1 and average precision.
 
     A label is predicted if its probability is at least a threshold, which is chosen on the validation split by micro F1.
     """
@@ -145,11 +132,9 @@ class MultiLabel(Classification):
     label_type = np.float32
 
     def targets(self, columns: Columns) -> list[list[Any]]:
-        """Return 1 for each label of a text and 0 for the others."""
         return multi_hot(columns["labels"], len(self.data.label_names)).tolist()
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the sum over texts of the mean binary cross-entropy over labels, as in transformers."""
         logits = head(mean_pool(hidden, segments)).float()
         targets = batch["labels"].view_as(logits)
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
@@ -157,7 +142,6 @@ class MultiLabel(Classification):
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return the probability of each label of each text."""
         return head(mean_pool(hidden, segments)).float().sigmoid().tolist()
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
@@ -170,7 +154,6 @@ class MultiLabel(Classification):
         return {"predicted": [self._names(np.flatnonzero(row)) for row in chosen], "score": predictions}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return the names of the correct labels."""
         return [self._names(labels) for labels in columns["labels"]]
 
     def _names(self, numbers: Iterable[int]) -> list[str]:
@@ -235,7 +218,6 @@ class TokenClassification(PredictionTask):
     inputs = ["tokens"]
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a head with an output for each label. Raises a UserError if they are not BIO labels."""
         names = self.data.label_names
         if "O" not in names or any(name != "O" and name[:2] not in ("B-", "I-") for name in names):
             problem = f"its labels are not BIO ({', '.join(names[:12])}), which seqeval scores"
@@ -271,17 +253,14 @@ class TokenClassification(PredictionTask):
         return {**{name: Ragged.of(rows) for name, rows in parts.items()}, "labels": Ragged.of(labels, np.int64)}
 
     def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
-        """Return the number of tokens with a label."""
         return int((examples["labels"].concatenate(indices)[0] != IGNORE).sum())
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed cross-entropy of the tokens' labels."""
         return F.cross_entropy(head(hidden).float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return the most likely label of each token of each text, and its probability."""
         best = head(hidden).float().softmax(-1).max(-1)
         columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
         return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
@@ -307,12 +286,10 @@ class TokenClassification(PredictionTask):
         return {"predicted": predicted, "score": scores}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return the names of the correct labels of each text's words."""
         names = self.data.label_names
         return [[names[number] for number in numbers] for numbers in columns["labels"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
-        """Return `f1`, `precision` and `recall` of entities, and `sentence_f1`."""
         return {**entity_scores(gold, answers["predicted"]), "sentence_f1": sentence_f1(gold, answers["predicted"])}
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor, nn
 
 from biphasic.downstream.array_cache import Ragged
 from biphasic.errors import UserError
 from biphasic.evaluation.squad import best_no_answer_threshold, squad_scores
-from biphasic.finetuning.spans import best_answer, best_span
 from biphasic.finetuning.task import Columns, Examples, PredictionTask, TaskBatch
 from biphasic.finetuning.truncation import windows
 from biphasic.model.heads import TokenHead
 from biphasic.model.segments import Segments
+
+Span = tuple[float, int, int]
+"""Score, negative first character and negative end of a span in the context, so that a larger tuple is a better span."""
 
 
 class QuestionAnswering(PredictionTask):
@@ -30,7 +34,6 @@ class QuestionAnswering(PredictionTask):
     inputs = ["question", "context"]
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a head with outputs for an answer's first and last token."""
         return TokenHead(width, 2)
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
@@ -59,7 +62,6 @@ class QuestionAnswering(PredictionTask):
         return {name: Ragged.of(rows, np.int64 if name == "labels" else np.int32) for name, rows in examples.items()}
 
     def _questions(self, questions: list[str]) -> list[list[int]]:
-        """Return the tokens that precede each context; `{separator}` becomes one token."""
         tokenizer = self.text_tokenizer.tokenizer
         before, separator, after = self.config.text.partition("{separator}")
         parts = [tokenizer.encode([part.format(question=text) for text in questions]) for part in (before, after)]
@@ -67,7 +69,6 @@ class QuestionAnswering(PredictionTask):
         return [first + between + second for first, second in zip(*parts, strict=True)]
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
-        """Return the range of context tokens, [first, end), of each window."""
         size = self.max_length - question - len(self.text_tokenizer.prefix) - len(self.text_tokenizer.suffix)
         if size < 1:
             raise UserError(
@@ -76,7 +77,6 @@ class QuestionAnswering(PredictionTask):
         return windows(context, size, self.config.stride)
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed cross-entropy of the answers' first and last tokens."""
         logits = head(hidden).float()
         # One padded row for each window, because the softmax is over the window's own tokens.
         padded = logits.new_full((len(segments.lengths), max(segments.lengths), 2), float("-inf"))
@@ -86,7 +86,6 @@ class QuestionAnswering(PredictionTask):
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return each window's best span, and the sum of its first token's logits."""
         windows = np.split(head(hidden).float().cpu().numpy(), np.cumsum(segments.lengths)[:-1])
         predictions = []
         for index, logits in zip(indices, windows, strict=True):
@@ -115,11 +114,9 @@ class QuestionAnswering(PredictionTask):
         return {"predicted": predicted, "score": scores, "no_answer": no_answer}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return all correct answers to each question; an empty list if it has none."""
         return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
-        """Return the scores of SQuAD, and the no-answer threshold if there is one."""
         if self.threshold is None:
             return squad_scores(gold, answers["predicted"])
         scores = squad_scores(gold, answers["predicted"], answers["no_answer"], self.threshold)
@@ -134,3 +131,48 @@ def first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) ->
     end = start + len(answers["text"][0])
     inside = [at for at, (first, last) in enumerate(offsets) if last > start and first < end and first < last]
     return (inside[0], inside[-1]) if inside else None
+
+
+def best_span(logits: np.ndarray, offsets: np.ndarray, longest_answer: int) -> Span:
+    """Return the span with the highest sum of start and end logits in one window of a question's context.
+
+    A span has at most `longest_answer` tokens and at least one character. The rules are those of Hugging Face's run_qa,
+    except that all spans are compared, not only those of the twenty best starts and ends. Among spans with equal
+    scores, the earliest start and then the shortest span is chosen. The score is -inf if there are no tokens.
+
+    Args:
+        logits: float [tokens, 2], the start and end logits of the context's tokens in this window.
+        offsets: int [tokens, 2], each token's characters in the context, [first, end), which never decrease.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    if not np.isfinite(logits).all():
+        raise ValueError("a logit is not finite")
+    if not len(logits):
+        return -math.inf, 0, 0
+    # Row i of a banded matrix [tokens, longest] holds the ends i, i + 1, ... Padding beyond the window has the end character
+    # 0 and is masked out, because such a span has no characters. fp64 keeps the rounding error of the sums small.
+    ends = sliding_window_view(np.pad(logits[:, 1].astype(np.float64), (0, longest_answer - 1)), longest_answer)
+    characters = sliding_window_view(np.pad(offsets[:, 1], (0, longest_answer - 1)), longest_answer)
+    scores = np.where(characters > offsets[:, :1], logits[:, :1] + ends, -np.inf)
+    # argmax returns the first of equal maxima, which is the earliest start, then the shortest span.
+    first, length = divmod(int(scores.argmax()), longest_answer)
+    return float(scores[first, length]), -int(offsets[first, 0]), -int(offsets[first + length, 1])
+
+
+def best_answer(context: str, windows: Sequence[tuple[Span, float]]) -> tuple[str, float, float]:
+    """Return the best answer to a question: its text, its score and the no-answer score.
+
+    `windows` has, in any order, each window's best span in `context` and its null score, the sum of the start and end
+    logits at the window's first position. Without tokens, the text is empty and its score -inf. The no-answer score, to
+    be compared with a threshold, is the lowest null score among the windows, as in run_qa, minus the answer's score.
+
+    Raises:
+        ValueError: a null score is not finite.
+    """
+    spans, nulls = zip(*windows, strict=True)
+    if not all(map(math.isfinite, nulls)):
+        raise ValueError("a logit is not finite")
+    score, first, end = max((-math.inf, 0, 0), *spans)
+    return context[-first:-end], score, min(nulls) - score
