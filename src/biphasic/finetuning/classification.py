@@ -122,7 +122,7 @@ class Regression(Classification):
 
 
 class MultiLabel(Classification):
-    """Trains with the mean binary cross-entropy of the labels on mean-pooled tokens, as transformers; scores F1 and average precision.
+    """Trains with the mean over labels of binary cross-entropy, as transformers; scores F1 and average precision.
 
     A label is predicted if its probability is at least a threshold, which is chosen on the validation split by micro F1.
     """
