@@ -2,6 +2,7 @@
 
     python recipes/measured.py                           # writes recipes/RESULTS.md from recipes/*/results.json
     python recipes/measured.py recipes/NAME RUN          # a new run against the recipe's row; status 1 if it differs
+    python recipes/measured.py recipes/NAME RUN --record "2 CPU cores" --hours 9.2      # writes the row from a new run
 
 Each number in a results.json names its source in the run's folder, so that a new run can be compared:
 
@@ -13,13 +14,18 @@ In a `.jsonl` file, `key` is a metric's name, whose last value counts; in a `.js
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from biphasic.errors import UserError
 from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
+from biphasic.storage import json_bytes
 from biphasic.training.metrics_file import parse_metrics
 
 HERE = Path(__file__).parent
@@ -85,6 +91,22 @@ def _value(run: Path, number: dict[str, Any]) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
+def record_run(recipe: Path, run: Path, hardware: str, hours: float) -> None:
+    """Write a new run's values into the recipe's row, with this checkout's commit. Raises a UserError if one is missing."""
+    file = recipe / "results.json"
+    row = json.loads(file.read_text())
+    numbers = {**row["losses"], **row["scores"], "tokens_per_second": row["tokens_per_second"], "mfu": row["mfu"]}
+    for name, number in numbers.items():
+        if number is not None:
+            number["value"] = _value(run, number)
+            if number["value"] is None:
+                raise UserError(f"{run}: has no {name} ({number['file']}: {number['key']})")
+    command = ["git", "-C", str(HERE), "rev-parse", "--short=10", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    file.write_bytes(json_bytes({**row, "commit": commit, "date": date, "hardware": hardware, "hours": hours}))
+
+
 def verdict(expected: float, tolerance: float, value: float | None) -> str:
     """Compare a recipe's number with a new run's: `ok`, `differs` or `missing`."""
     if value is None:
@@ -94,12 +116,22 @@ def verdict(expected: float, tolerance: float, value: float | None) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare a run with a recipe's row."""
-    if not arguments:
+    """Write the page, compare a run with a recipe's row, or write the row."""
+    parser = argparse.ArgumentParser(description="Measured results of recipes.")
+    parser.add_argument("recipe", type=Path, nargs="?", help="its folder; without it, RESULTS.md is written")
+    parser.add_argument("run", type=Path, nargs="?", help="the folder of a new run")
+    parser.add_argument("--record", metavar="HARDWARE", help="write the recipe's row, of this hardware in words")
+    parser.add_argument("--hours", type=float, help="with --record: how long the run took")
+    options = parser.parse_args(arguments)
+    if options.recipe is None:
         (HERE / "RESULTS.md").write_bytes(results_page(HERE))
         return 0
-    recipe, run = map(Path, arguments)
-    numbers = check_run(recipe, run)
+    if options.run is None or (options.record is None) != (options.hours is None):
+        parser.error("expected RECIPE RUN, and --record with --hours")
+    if options.record is not None:
+        record_run(options.recipe, options.run, options.record, options.hours)
+        return 0
+    numbers = check_run(options.recipe, options.run)
     body = [
         [escape(name), f"{expected:.6g}", f"± {tolerance:g}", "" if value is None else f"{value:.6g}",
          verdict(expected, tolerance, value)]

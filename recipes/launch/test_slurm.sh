@@ -109,7 +109,7 @@ start slurmd -D -c
 is_up() { sinfo --noheader --partition=low --format=%T | grep -qx idle; }
 until_true 30 "Slurm $(slurmctld -V | cut -d' ' -f2) is up" is_up
 
-yaml=$(python recipes/launch/tiny_run.py write "$work" "$batches")
+yaml=$(python tests/launch/tiny_run.py write "$work" "$batches")
 run=$work/runs/run
 job=$(NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
 trained() { grep -c loss/train/total "$run/metrics.jsonl" 2>/dev/null || true; }
@@ -125,10 +125,10 @@ until_true 90 "job $urgent of the partition with priority has made job $job go b
 say "at batch $(trained) of $batches"
 until_true 60 "job $urgent has run" is "$urgent" COMPLETED
 until_true 300 "job $job has completed" is "$job" COMPLETED
-python recipes/launch/tiny_run.py check "$work" "$batches"
+python tests/launch/tiny_run.py check "$work" "$batches"
 
 # Time runs out: only the batch script is told (--signal=B:USR1), here by hand.
-yaml=$(mkdir "$work/second" && python recipes/launch/tiny_run.py write "$work/second" 100000)
+yaml=$(mkdir "$work/second" && python tests/launch/tiny_run.py write "$work/second" 100000)
 run=$work/second/runs/run
 job=$(NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
 until_true 240 "job $job trains" trains
@@ -147,7 +147,7 @@ sleep 8
 if ! cancelled; then say "job $job came back"; exit 1; fi
 
 # A study of a trunk and two branches, each of which waits for the trunk's job. The trunk is preempted, then killed.
-yaml=$(mkdir "$work/third" && python recipes/launch/tiny_run.py study "$work/third" 300)
+yaml=$(mkdir "$work/third" && python tests/launch/tiny_run.py study "$work/third" 300)
 run=$work/third/study/trunk
 study() { NPROC=2 BIPHASIC_RESTARTS=0 BIPHASIC_PREFLIGHT=0 python src/main.py "$yaml"; }
 queue() { squeue --noheader --format='%j %T %E %i' | grep '^study\.' | sort; }
@@ -179,6 +179,6 @@ job=$(job_of trunk)
 until_true 90 "$unsaved new jobs of the branches wait for the trunk's new job $job" waiting $unsaved
 study_done() { (($(python src/main.py "$yaml" --plan --json | grep -c '"state": "done"') == 3)); }
 until_true 400 "the study's runs are done" study_done
-python recipes/launch/tiny_run.py check-study "$work/third" 300
+python tests/launch/tiny_run.py check-study "$work/third" 300
 passed=1
 say "passed"

@@ -23,9 +23,8 @@ from typing import Any
 import yaml
 from followup import LONGER, RATIOS
 from protocol import RUNS
-from record_files import Sources, record_bytes
 from results import TASKS
-from seed_records import PUBLIC, RATES, SeedRuns, Trial
+from seed_records import PUBLIC, RATES, SeedRuns, Sources, Trial, record_bytes
 
 from biphasic.errors import UserError
 from biphasic.report.formatting import format_rate

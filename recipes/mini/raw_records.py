@@ -78,16 +78,6 @@ class Records:
         trials = [row for row in self.trials if row.pretraining_seed == seed]
         return Records(trials, [row for row in self.losses if row.pretraining_seed == seed], ())
 
-    def with_added(self, other: Records) -> Records:
-        """Return these records and `other`, which takes the place of what is here of the same model and pretraining seed."""
-        measured = {(trial.pretraining_seed, trial.model) for trial in other.trials}
-        studies = {hours.study for hours in other.hours}
-        return Records(
-            [*(row for row in self.trials if (row.pretraining_seed, row.model) not in measured), *other.trials],
-            [*(row for row in self.losses if (row.pretraining_seed, row.model) not in measured), *other.losses],
-            [*(row for row in self.hours if row.study not in studies), *other.hours],
-        )
-
 
 _KINDS: dict[str, type] = {"trials": Trial, "losses": Loss, "hours": Hours}
 

@@ -1,7 +1,6 @@
 """Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
 
     python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/pilot.png
-    python recipes/mini/results.py FOLDER --add    # FOLDER has some studies, of the same text; the others' records stay
     python recipes/mini/results.py                 # tables and figure from the records that are there
 
 A model's score with a pretraining seed is the mean over its fine-tuning seeds, at the learning rate that validation chooses.
@@ -94,17 +93,6 @@ class Results:
                 by_seed.setdefault(trial.pretraining_seed, []).append(trial.validation)
         return pd.Series({seed: max(values) - min(values) for seed, values in by_seed.items()}, dtype=float)
 
-    def rates_at_the_edge(self) -> tuple[int, int]:
-        """Return how many chosen rates are the lowest or highest that were tried, and how many were chosen in all."""
-        rates: dict[tuple[int, str, str], set[float]] = {}
-        chosen: dict[tuple[int, str, str], float] = {}
-        for trial in self.records.trials:
-            key = trial.pretraining_seed, trial.model, trial.task
-            rates.setdefault(key, set()).add(trial.lr)
-            if trial.chosen:
-                chosen[key] = trial.lr
-        return sum(rate in (min(rates[key]), max(rates[key])) for key, rate in chosen.items()), len(chosen)
-
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
         found = [model for model in self.models.values() if model.steps == model.total_steps and is_wanted(model)]
@@ -172,13 +160,6 @@ def tables(results: Results) -> list[str]:
     lines += _score_table(
         first, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
     )
-    checkpoints = [name for name, model in sorted(results.models.items()) if model.steps < model.total_steps]
-    body = [[name, *(first.cell(name, task) for task in TASKS)] for name in checkpoints]
-    lines += [
-        f"## Checkpoints before the decay (pretraining seed {FIRST_SEED})",
-        "",
-        *markdown_table(["checkpoint", *_TASK_TITLES], body),
-    ]
     lines += ["## Best minus worst of four learning rates, validation", ""]
     body = [
         [_tokens(model), names[clm_share(model)], *(_mean_range(results, model.run, task) for task in TASKS)]
@@ -186,9 +167,6 @@ def tables(results: Results) -> list[str]:
     ]
     lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
     lines += ["The differences of these, CLM minus MLM:", "", *_range_differences(results, replicated)]
-    at_edge, chosen = results.rates_at_the_edge()
-    lines += [f"- {at_edge} of {chosen} chosen rates are the lowest or the highest of the four", ""]
-    lines += ["## Validation losses", "", *_loss_table(results)]
     pretraining, finetuning = results.records.total_hours
     lines += ["## Compute", "", f"- Pretraining steps: {pretraining:.2f} hours of two cores"]
     lines += [f"- {len(results.records.trials):,} fine-tunings: {finetuning:.2f} hours of two cores"]
@@ -257,12 +235,6 @@ def _range_differences(results: Results, models: list[Facets]) -> list[str]:
     return markdown_table(["tokens", *_TASK_TITLES], body)
 
 
-def _loss_table(results: Results) -> list[str]:
-    models = results.final(lambda model: True)
-    body = [[model.run, *(_loss(results, model.run, objective) for objective in ("clm", "mlm"))] for model in models]
-    return markdown_table(["model", "CLM, nats", "MLM, nats"], body)
-
-
 def _loss(results: Results, model: str, objective: str = "mlm") -> str:
     values = [row.loss for row in results.records.losses if (row.model, row.objective) == (model, objective)]
     return f"{fmean(values):.3f}" if values else ""
@@ -312,23 +284,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the files, and print their names."""
     parser = argparse.ArgumentParser(description="Write the mini study's results.")
     parser.add_argument("folder", type=Path, nargs="?", help="the folder of run.sh; without one, the records are used")
-    parser.add_argument(
-        "--add", action="store_true", help="keep the records of models and seeds that FOLDER doesn't have"
-    )
     options = parser.parse_args(arguments)
-    if options.add and options.folder is None:
-        parser.error("--add needs a FOLDER")
     try:
         if options.folder is None:
             records = read_written(RECORDS)
         else:
             records = read_run(options.folder)
-            missing = {"study", UNTRAINED} - {hours.study for hours in records.hours}
-            if options.add:
-                records = read_written(RECORDS).with_added(records)
-            elif missing:
-                names = " and no ".join(sorted(missing))
-                raise UserError(f"{options.folder}: has no {names}; --add adds what it has to the records")
+            if missing := {"study", UNTRAINED} - {hours.study for hours in records.hours}:
+                raise UserError(f"{options.folder}: has no {' and no '.join(sorted(missing))}")
             write_records(records, RECORDS)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)

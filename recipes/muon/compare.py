@@ -21,7 +21,7 @@ import pandas as pd
 
 sys.path.append(str(Path(__file__).parents[1] / "mini"))
 
-from record_files import Sources, record_bytes
+from seed_records import Sources, record_bytes
 
 from biphasic.errors import UserError
 from biphasic.report.formatting import format_interval, format_p, format_signed, markdown_page, markdown_table

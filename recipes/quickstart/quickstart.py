@@ -76,7 +76,7 @@ def make_steps(seed: int | None = None) -> list[Step]:
             "token labelling: which words of a docstring's parameters are names, which are types?",
             ["python", f"{MINI}/make_tasks.py", str(RUN / "text"), "parameters"],
             [RUN / "text" / "sources"],
-            [f"{MINI}/make_tasks.py", f"{MINI}/sections.py"],
+            [f"{MINI}/make_tasks.py"],
             ("gather",),
         ),
         Step(

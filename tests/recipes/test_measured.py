@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from biphasic.errors import UserError
 from helpers.tiny import ROOT
 
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -106,3 +107,19 @@ def test_an_empty_folder_is_missing_everything(tmp_path: Path, capsys: pytest.Ca
 def test_rounding_does_not_exceed_a_tolerance() -> None:
     assert measured.verdict(0.3, 0.1, 0.4) == "ok"
     assert [measured.verdict(0.3, 0.0, value) for value in (0.3, 0.3001)] == ["ok", "differs"]
+
+
+def test_a_new_row_has_the_values_of_the_run(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss=3.5, score=0.9)
+    arguments = [str(recipe), str(run), "--record", "4 cores", "--hours", "0.5"]
+    with pytest.raises(
+        UserError, match=r"has no tokens_per_second \(run/metrics.jsonl: throughput/mlm/tokens_per_second"
+    ):
+        measured.main(arguments)
+    with (run / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"batch": 2, "time": 1, "throughput/mlm/tokens_per_second": 20_000.0}) + "\n")
+    assert measured.main(arguments) == 0
+    row = json.loads((recipe / "results.json").read_text())
+    assert (row["hardware"], row["hours"], row["command"]) == ("4 cores", 0.5, "make mini")
+    assert (row["losses"]["MLM, validation"]["value"], row["scores"]["SC"]["value"]) == (3.5, 0.9)
+    assert row["tokens_per_second"]["value"] == 20_000 and row["date"] != ROW["date"] and row["commit"] != ROW["commit"]

@@ -169,7 +169,7 @@ def test_the_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sweep = load(study.stages.finetune or "")
     assert isinstance(sweep, SweepConfig) and sweep.tasks.keys() == tasks.tasks.keys()
     for name, task in sweep.tasks.items():
-        config = load(task.file)
+        config = load(task)
         assert isinstance(config, FinetuneConfig)
         assert (config.task.data, config.task.kind) == (f"{tasks.output}/{name}", tasks.tasks[name].kind)
 

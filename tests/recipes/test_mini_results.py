@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +84,6 @@ def test_tables(module: ModuleType, raw: ModuleType) -> None:
     assert [row[1] for row in table(lines, "Masking ratio")] == [
         "MLM, 20%", "MLM, 40%", "CLM→MLM, 20%", "CLM→MLM, 40%"
     ]  # fmt: skip
-    assert [row[:2] for row in table(lines, "Checkpoints before")] == [["1m-mlm40-640-320", "51.00 ± 12.71"]]
     assert table(lines, "Best minus worst of four")[0][:3] == ["0.66 M", "MLM", "8.00"]
     assert [row[:2] for row in table(lines, "Continued pretraining")] == [["3.41 M", "CLM"]]
     assert "- Pretraining steps: 2.00 hours of two cores" in lines and lines[-1].endswith("2.25 hours of two cores")
@@ -116,7 +115,8 @@ def test_a_budget_with_one_seed_is_not_beside_those_with_three(
         for task in module.TASKS
         for seed in (0, 1)
     ]
-    results = module.Results(records_of(raw).with_added(raw.Records(trials, (), ())))
+    records = records_of(raw)
+    results = module.Results(replace(records, trials=[*records.trials, *trials]))
     lines = module.tables(results)
     assert {row[0] for row in table(lines, "Objectives by budget")} == {"0", "0.66 M", "2.62 M"}
     assert {row[0] for row in table(lines, "Differences")} == {"0.66 M", "2.62 M"}
@@ -210,26 +210,13 @@ def test_a_sweep_that_is_not_finished_is_refused(
     assert not (tmp_path / "results").exists()
 
 
-def test_studies_of_another_machine_are_added(
+def test_a_folder_without_the_first_study(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As if all had been run on one machine; a study that is run again takes the place of the first."""
-    monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
-    longer = {"long1": ("210m-clm-1600",)}
-    write_parts(tmp_path / "one", {**TWO_MODELS, "seed1": ("210m-clm-400",), **longer})
-    write_parts(tmp_path / "first", {**TWO_MODELS, "seed1": ("210m-clm-400",)})
-    write_parts(tmp_path / "second", {"seed1": ("210m-clm-400",), **longer})
-    monkeypatch.setattr(module, "RECORDS", tmp_path / "at once")
-    assert module.main([str(tmp_path / "one")]) == 0
-    monkeypatch.setattr(module, "RECORDS", tmp_path / "added")
-    assert module.main([str(tmp_path / "first")]) == 0
-    assert module.main([str(tmp_path / "second")]) == 2
-    assert "has no study and no untrained; --add" in capsys.readouterr().err
-    assert module.main([str(tmp_path / "second"), "--add"]) == 0
-    at_once, added = (
-        {file.name: file.read_text() for file in (tmp_path / name).iterdir()} for name in ("at once", "added")
-    )
-    assert added == at_once and {"hours.csv", "losses.csv", "results.md", "trials.csv"} == set(added)
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "results")
+    write_parts(tmp_path / "run", {"seed1": ("210m-clm-400",), "long1": ("210m-clm-1600",)})
+    assert module.main([str(tmp_path / "run")]) == 2
+    assert "has no study and no untrained" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,39 +225,6 @@ def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: py
         capsys.readouterr().err
         == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
     )
-
-
-def test_a_recorded_run_agrees_with_its_record(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import record
-
-    monkeypatch.setattr(record, "HERE", tmp_path)
-    monkeypatch.setattr(record, "MODELS", TWO_MODELS["study"])
-    monkeypatch.setattr(record, "SPEED", ("210m-mlm40-400", "loss/train/mlm"))
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "--quiet", "--allow-empty", "-m", "run"], check=True)
-    write_parts(tmp_path / "run", TWO_MODELS)
-    scores = {model: {"SC": 0.5 + 0.1 * at} for at, model in enumerate(record.MODELS)}
-    report = tmp_path / "run" / "study" / "report"
-    report.mkdir()
-    (report / "groups.json").write_text(json.dumps(scores))
-    options = ["--hardware", "2 CPU cores"]
-    assert record.main([str(tmp_path / "run"), *options, "--commit", "0abc"]) == 2
-    assert capsys.readouterr().err.startswith("--commit 0abc: fatal: ")
-    assert record.main([str(tmp_path / "absent"), *options]) == 2
-    assert str(tmp_path / "absent") in capsys.readouterr().err and not (tmp_path / "results.json").exists()
-    assert record.main([str(tmp_path / "run"), *options]) == 0
-    recorded = json.loads((tmp_path / "results.json").read_text())
-    assert recorded["hours"] == round((2 * 400 * STEP_SECONDS + 3 * len(RATES) * len(SEEDS) * 10.0 / 2) / 3600, 2)
-    numbers = measured.check_run(tmp_path, tmp_path / "run")
-    assert {name: measured.verdict(*number) for name, number in numbers.items()} == {
-        **{f"{model}: {kind}, validation": "ok" for model in record.MODELS for kind in ("CLM", "MLM")},
-        **{f"{model}: SC": "ok" for model in record.MODELS},
-    }
-    assert numbers["210m-mlm40-400: SC"][2] == 0.6
-    assert numbers["210m-clm-400: CLM, validation"][2] == pytest.approx(2 + 3 / 9 + 0.01 + 0.1)
 
 
 RECORDS = ROOT / "recipes" / "mini" / "results"

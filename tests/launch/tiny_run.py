@@ -1,9 +1,9 @@
 """A run of a minute for test_slurm.sh: a small dataset, its YAML, and what must be true of the finished run.
 
-PYTHONPATH=tests python recipes/launch/tiny_run.py write FOLDER BATCHES     # prints the YAML's path
-PYTHONPATH=tests python recipes/launch/tiny_run.py check FOLDER BATCHES     # status 1, and why
-PYTHONPATH=tests python recipes/launch/tiny_run.py study FOLDER BATCHES     # prints the path of a study's YAML
-PYTHONPATH=tests python recipes/launch/tiny_run.py check-study FOLDER BATCHES     # status 1, and why
+PYTHONPATH=tests python tests/launch/tiny_run.py write FOLDER BATCHES     # prints the YAML's path
+PYTHONPATH=tests python tests/launch/tiny_run.py check FOLDER BATCHES     # status 1, and why
+PYTHONPATH=tests python tests/launch/tiny_run.py study FOLDER BATCHES     # prints the path of a study's YAML
+PYTHONPATH=tests python tests/launch/tiny_run.py check-study FOLDER BATCHES     # status 1, and why
 """
 
 from __future__ import annotations
