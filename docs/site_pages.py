@@ -2,7 +2,6 @@
 
 The pages of docs/ link to `../src/…`, `../recipes/…` and the like, so that the links work on GitHub. MkDocs knows docs/
 alone, so each linked file becomes a page below `files/`: Markdown as it is, other text in a code block, a folder as a list.
-Pages with a Mermaid diagram load Mermaid from the site.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import logging
 import os
 import posixpath
 import re
-import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files
-from mkdocs.utils import get_relative_url
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -29,9 +26,6 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash",
 LINK = re.compile(r"(?P<before>\]\(|^\[[^\]\n]+\]: +)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?", re.MULTILINE)
 CODE = re.compile(r"^(?P<fence> *(?:```+|~~~+)).*?^(?P=fence)|(?<!`)`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LIST_IN_PARAGRAPH = re.compile(r"<p>(?:(?!</p>).)*?\n((?:- |\d+\. )[^\n]*)", re.DOTALL)
-DIAGRAM = re.compile(r'<pre class="mermaid">.*?</pre>', re.DOTALL)
-# Material's script would load Mermaid from another host. This is the archive that `npm pack @mermaid-js/tiny` downloads.
-MERMAID = next(Path(__file__).parent.glob("mermaid-js-tiny-*.tgz"))
 # The file of the repository that each page shows, by the page's name on the site.
 _sources: dict[str, Path] = {}
 _log = logging.getLogger("mkdocs.hooks.site_pages")
@@ -49,11 +43,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add Mermaid, the files that pages link to, and those that these link to."""
-    with tarfile.open(MERMAID) as archive:
-        for name in ("LICENSE", "dist/mermaid.tiny.js"):
-            if (member := archive.extractfile(f"package/{name}")) is not None:
-                files.append(File.generated(config, f"mermaid/{posixpath.basename(name)}", content=member.read()))
+    """Add the files that pages link to, and those that these link to."""
     waiting = [ROOT / "README.md", *(ROOT / "docs" / file.src_uri for file in files.documentation_pages())]
     seen = set(waiting)
     while waiting:
@@ -87,16 +77,10 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Load Mermaid on pages with a diagram, before Material's script asks for it.
-
-    A list right after a line of text is a warning: GitHub begins a list there, and Python-Markdown does not.
-    """
+    """Warn of a list right after a line of text: GitHub begins a list there, and Python-Markdown does not."""
     for list_item in LIST_IN_PARAGRAPH.finditer(html):
         _log.warning("%s: a list needs an empty line before it: %r", page.file.src_uri, list_item[1])
-    if DIAGRAM.search(html) is None:
-        return html
-    script = f'<script src="{get_relative_url("mermaid/mermaid.tiny.js", page.url)}"></script>\n'
-    return script + DIAGRAM.sub(r'<div class="scrolled">\g<0></div>', html)
+    return html
 
 
 def linked_files(path: Path) -> set[Path]:

@@ -1,4 +1,4 @@
-"""The site that `make docs` builds needs no other host, and shows every page and diagram."""
+"""The site that `make docs` builds needs no other host, and shows every page."""
 
 from __future__ import annotations
 
@@ -36,17 +36,6 @@ def test_pages_load_only_files_of_the_site(site: Path) -> None:
         if not (page.parent / address).is_file()
     }
     assert missing == set()
-
-
-def test_a_diagram_is_drawn_by_the_sites_own_mermaid(site: Path) -> None:
-    page = site / "files/recipes/paper/index.html"
-    text = page.read_text()
-    assert '<pre class="mermaid">' in text
-    (script,) = (address for address in LOADED.findall(text) if "mermaid" in address)
-    # Material's script loads Mermaid from another host unless the page has it by then.
-    assert text.index(script) < text.index("javascripts/bundle")
-    assert 'globalThis["mermaid"] =' in (page.parent / script).read_text()
-    assert "mermaid.tiny.js" not in (site / "index.html").read_text()
 
 
 def test_the_navigation_names_every_page(site: Path) -> None:
