@@ -48,8 +48,9 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/evaluate.md": (
         {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder",
          "model.path=my-retriever": "model.path=my-encoder",
-         "evaluate/quick.yaml": "evaluate/quick.yaml output=runs/evaluate-again"},  # a folder of README's model alone
-        ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap"),
+         "evaluate/quick.yaml": "evaluate/quick.yaml output=runs/evaluate-again",  # a folder of README's model alone
+         "runs/evaluate/first": "runs/evaluate/quick", "runs/evaluate/second": "runs/evaluate-again/quick"},
+        ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap", "@one"),  # README's sweep has one model
     ),
     "docs/export.md": (
         {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
