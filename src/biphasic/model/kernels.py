@@ -85,15 +85,19 @@ def _missing_requirement(name: str) -> str | None:
     if hip is not None or torch.cuda.get_device_capability()[0] not in _CAPABILITIES[name]:
         return "this GPU doesn't support them"
     if name in _MODULES:
-        with suppress(ImportError):  # the parent package may be missing
-            if importlib.util.find_spec(_MODULES[name]) is not None:
-                return None
-        return f"the module {_MODULES[name]} isn't installed"
+        return None if _has_module(_MODULES[name]) else f"the module {_MODULES[name]} isn't installed"
     if (torch.backends.cudnn.version() or 0) < _CUDNN_WITH_EMPTY_SEGMENTS:
         return "cuDNN is older than 9.25, the first that takes empty segments"
     if torch.are_deterministic_algorithms_enabled():
         return "compute.deterministic is true, and PyTorch doesn't say whether their backward pass is deterministic"
     return None
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # the parent package is missing
+        return False
 
 
 def _activation_problem(name: str, hf_config: Any) -> str | None:
