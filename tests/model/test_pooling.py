@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -19,7 +18,6 @@ from sentence_transformers.sentence_transformer.modules import Pooling as Refere
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig
 
-from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
@@ -235,8 +233,8 @@ def test_embeddings_are_truncated(bert: Path, tmp_path: Path, width: int) -> Non
     assert close(chosen.embed(TEXTS, lambda _: None), reference(folder, truncate_dim=5))
 
 
-def test_a_truncated_model_s_scores_and_predictions(bert: Path, tmp_path: Path) -> None:
-    """NDCG@10 equals that of sentence-transformers and mteb, and `predict` writes as many numbers as they do."""
+def test_a_truncated_model_s_scores_and_embeddings(bert: Path, tmp_path: Path) -> None:
+    """NDCG@10 equals that of sentence-transformers and mteb, and the embeddings are as long as theirs."""
     folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), truncate_dim=3)
     documents = {f"d{at}": f"w{at} w{at + 1} w{at % 7 + 20}" for at in range(1, 50)}
     queries = {f"q{at}": f"w{at + 1} w{at}" for at in range(1, 50)}
@@ -250,10 +248,7 @@ def test_a_truncated_model_s_scores_and_predictions(bert: Path, tmp_path: Path) 
     change(folder / ABOUT, truncate_dim=None)
     assert ndcg(Retriever(EncoderEmbedder(load_encoder(str(folder)), "a/b", "2"))) != pytest.approx(expected, abs=1e-3)
     change(folder / ABOUT, truncate_dim=3)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert main(["predict", str(folder), str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "out.parquet")]) == 0
-    vectors = pq.read_table(tmp_path / "out.parquet")["embedding"].to_pylist()
-    assert close(np.array(vectors), reference(folder))
+    assert close(embeddings(folder), reference(folder))
 
 
 def test_a_router_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
