@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from biphasic import limits
+from biphasic import processes
 from biphasic.errors import UserError
 from biphasic.workers import local
 from biphasic.workers.local import LocalWorkers, parallel_map, visible_gpus
@@ -281,7 +281,7 @@ def test_the_query_of_pytorch_runs() -> None:
 def test_cores_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its quota, which the process's affinity doesn't show."""
     monkeypatch.setattr("joblib.externals.loky.backend.context._cpu_count_cgroup", lambda count: 1)
-    assert limits.available_cores() == 1
+    assert processes.available_cores() == 1
 
 
 def test_a_process_of_a_map_that_dies_is_named() -> None:
