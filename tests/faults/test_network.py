@@ -158,6 +158,8 @@ os.environ["AWS_MAX_ATTEMPTS"] = "2"
             time.sleep(0.02)
         bad.away = True
         time.sleep(UNAVAILABLE)
+        while trained() <= 25 and job.poll() is None:  # on a busy machine, steps take longer still
+            time.sleep(0.02)
         at.append(trained())
         bad.away = False
 
