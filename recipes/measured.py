@@ -131,6 +131,8 @@ def main(arguments: list[str]) -> int:
     if options.record is not None:
         record_run(options.recipe, options.run, options.record, options.hours)
         return 0
+    if not (options.recipe / "results.json").is_file():
+        parser.error(f"{options.recipe}: has no results.json; --record writes it")
     numbers = check_run(options.recipe, options.run)
     body = [
         [escape(name), f"{expected:.6g}", f"± {tolerance:g}", "" if value is None else f"{value:.6g}",

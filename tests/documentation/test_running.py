@@ -65,7 +65,8 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         # The export from a bucket is named in a sentence.
         ("retrieval.yaml", "predict runs/squad", "biphasic mine", "mined", "glue", "s3://"),
     ),
-    "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
+    # tests/recipes/test_measured.py runs what compares a run with a recipe's row.
+    "docs/report.md": ({}, ("runs/paper", "runs/mini", "recipes/measured.py", "FOLDER", "s3://")),
     "docs/sweeps.md": ({}, ()),
     "docs/tokenizer.md": (
         {"my/tokenizer": "my/second_tokenizer", "data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"},
