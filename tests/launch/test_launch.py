@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
@@ -202,6 +203,14 @@ def test_one_process_per_gpu(node: Node) -> None:
     node.program("nvidia-smi", '[[ $1 == -L ]] && printf "GPU %s: H200\\n" 0 1 2 3')
     assert node.run() == 0
     assert node.launches() == [["-n", "4", MAIN, YAML]]
+
+
+def test_a_yaml_that_came_in_the_environment_is_written_first(node: Node, tmp_path: Path) -> None:
+    """As a study's command sends it to a machine that has no such file."""
+    file = tmp_path / "run.yaml"
+    assert node.run(str(file), RUN_YAML=base64.b64encode(b"job: pretrain\n").decode()) == 0
+    assert file.read_text() == "job: pretrain\n"
+    assert node.launches() == [["-n", "1", MAIN, str(file)]]
 
 
 def test_several_nodes_need_an_address(node: Node) -> None:
