@@ -1,4 +1,4 @@
-"""The commands that check, merge, export and publish models, apply one to text, and mine negatives with one."""
+"""Commands for models: check their attention, merge, export and publish them, predict with one, and mine negatives."""
 
 from __future__ import annotations
 
