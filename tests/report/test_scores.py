@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, replace
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
+from biphasic.report import scores
 from biphasic.report.scores import (
     ScoreTable,
     chosen_scores,
@@ -136,6 +138,27 @@ def test_differences_are_paired_and_corrected_together() -> None:
     assert list(compared.p_holm) == list(holm(compared.p))
 
 
+def test_all_pairs_of_a_column_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls don't grow with the pairs, whose numbers are those of pair by pair; also with seeds that are missing."""
+    generator = np.random.default_rng(3)
+    models = [f"m{number:02}" for number in range(30)]
+    table = table_of({
+        (model, task, task, seed): float(generator.normal(0.8, 0.01))
+        for model in models for task in ("sst2", "qqp") for seed in range(4) if generator.random() > 0.1
+    })  # fmt: skip
+    calls = []
+    monkeypatch.setattr(scores, "intervals", lambda groups: calls.append(groups) or intervals(groups))
+    compared = differences(table, list(combinations(models, 2)), table.columns)
+    assert len(calls) == len(table.columns) == 3 and len(compared) == 3 * 30 * 29 / 2
+    for row in compared[::50].itertuples():
+        first, second = (by_seed(table, model, "SC", row.test_set) for model in (row.first, row.second))
+        expected = difference(first, second)
+        found = row.difference, row.half_width, row.seeds, row.p
+        assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+        if (pairs := [(first[seed], second[seed]) for seed in first.keys() & second.keys()])[1:]:
+            assert row.p == pytest.approx(stats.ttest_rel(*zip(*pairs, strict=True)).pvalue)
+
+
 def test_intervals_are_those_of_scipy() -> None:
     generator = np.random.default_rng(0)
     for count in (2, 3, 5, 30):
@@ -163,7 +186,7 @@ def test_intervals_of_groups() -> None:
     table = pd.DataFrame({"model": ["a", "b", "a", "b", "a"], "score": [0.1, 0.5, 0.3, math.nan, 0.7]})
     found = intervals(table.groupby("model").score)
     expected = mean_interval([0.1, 0.3, 0.7])
-    assert list(found.loc["a"]) == pytest.approx([expected.mean, expected.half, 3])
+    assert list(found.loc["a"]) == pytest.approx([expected.mean, expected.half, 3, expected.p])
     assert found.loc["b", "mean"] == 0.5 and math.isnan(found.loc["b", "half_width"]) and found.loc["b", "count"] == 1
 
 

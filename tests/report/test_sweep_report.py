@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,27 @@ def test_numbers_of_the_main_table() -> None:
     p = stats.ttest_rel(tests("a", "sst2"), tests("b", "sst2")).pvalue
     [line] = [line for line in differences.splitlines() if line.startswith("| sst2 |")][:1]
     assert f"| {p:.4f} |" in line or "< 0.0001" in line
+
+
+def test_many_models_have_rows_instead_of_columns() -> None:
+    grid = grid_of([f"m{number:02}" for number in range(sweep_report.MAX_SIDE_BY_SIDE)], tasks=(SST2, MNLI))
+    wide = files_of(grid, records_of(grid, noisy))["report.md"]
+    assert cells(wide, "Test scores", "mnli-m")[0:2] == ["mnli-m", "accuracy"]
+    more = grid_of([*grid.models, "n"], tasks=(SST2, MNLI))
+    high = files_of(more, records_of(more, noisy))["report.md"]
+    assert cells(high, "Test scores", "metric") == ["metric", "", *["accuracy"] * 3]
+    column = [
+        cells(wide, "Test scores", name)[2].replace("*", "") for name in ("SC, mean", "sst2", "mnli-m", "mnli-mm")
+    ]
+    assert [cell.replace("*", "") for cell in cells(high, "Test scores", "m00")[1:]] == column
+
+
+def test_a_legend_of_many_models_leaves_room_for_the_panels() -> None:
+    grid = grid_of([f"m{number:03}" for number in range(150)], rates=RATES[:2], seeds=(0,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns if the axes have no room
+        files = report_files(grid, trial_table(grid, records_of(grid, noisy)))
+    assert files["learning-rates.png"]
 
 
 def test_a_missing_score_is_not_zero() -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#1f6f8b", "#c8553d", "#588157", "#7d5ba6", "#d9a404", "#3d405b", "#e07a9b", "#8d6e63", "#00a6a6", "#6c757d")
 LINES = ("-", "--", ":", "-.")
+_LEGEND_ROW = 0.19
+"""Height of a row of a legend, in inches."""
 
 
 @contextmanager
@@ -57,12 +59,12 @@ def draw_curves(
     `points` has the columns `panel line x y low high`, in the order of panels and lines. From `low` to `high` are error
     bars or a `band`. With a column `complete`, points have markers, which are hollow where it is false.
     """
-    panels = list(points.panel.unique())
+    panels, lines = list(points.panel.unique()), list(points.line.unique())
     figure, all_axes = make_panels(panels, columns, size)
+    curves = dict(iter(points.sort_values("x", kind="stable").groupby(["panel", "line"])))
     for panel, axes in zip(panels, all_axes, strict=True):
-        for index, line in enumerate(points.line.unique()):
-            curve = points[(points.panel == panel) & (points.line == line)].sort_values("x", kind="stable")
-            if curve.empty:
+        for index, line in enumerate(lines):
+            if (curve := curves.get((panel, line))) is None:
                 continue
             style = line_style(index)
             color = style["color"]
@@ -88,6 +90,8 @@ def png(figure: Figure) -> bytes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }  # fmt: skip
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), frameon=False)
+    # A legend of hundreds of models would leave no room for the panels.
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * max(math.ceil(len(lines) / 4) - 10, 0))
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()

@@ -9,12 +9,13 @@ A seed gives all models the same order of examples and thus some common noise, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from biphasic.report.formatting import MISSING, format_interval, format_seeds
-from biphasic.report.statistics import holm, intervals, mean_interval
+from biphasic.report.statistics import holm, intervals
 from biphasic.storage import open_store
 from biphasic.sweep.records import Grid, TrialRecord, read_grid, read_records
 from biphasic.sweep.selection import choose_rates, planned_trials, score_of, trials_by_group
@@ -114,7 +115,7 @@ def score_table(rows: pd.DataFrame, seeds: int | None = None) -> ScoreTable:
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
     by_cell = scores.groupby(["model", "group", "test_set"], sort=False)
-    means = intervals(by_cell.score).rename(columns={"mean": "score", "count": "seeds"})
+    means = intervals(by_cell.score).drop(columns="p").rename(columns={"mean": "score", "count": "seeds"})
     seeds = int(rows.seed.nunique()) if seeds is None else seeds
     about = by_cell[["trained_on", "task", "metric", "lr", "chosen_validation"]].first()
     means = means.join(about).join(by_cell.settled.all())
@@ -134,17 +135,19 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
 
     `p_holm` is corrected by Holm's method over all differences. Without a common seed, the numbers are NaN.
     """
-    rows = []
+    names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
+    parts = []
     for group, test_set in columns:
         of_column = table.scores[(table.scores.group == group) & (table.scores.test_set == test_set)]
         by_seed = of_column.pivot(index="seed", columns="model", values="score")
-        settled = of_column.groupby("model").settled.all()
-        for first, second in pairs:
-            if first in by_seed and second in by_seed:
-                interval = mean_interval(by_seed[first] - by_seed[second])
-                rows.append((group, test_set, first, second, *astuple(interval), settled[first] and settled[second]))
-    names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
-    compared = pd.DataFrame(rows, columns=names)
+        settled = of_column.groupby("model").settled.all().to_numpy()
+        at = by_seed.columns.get_indexer(np.ravel(pairs)).reshape(-1, 2)
+        first, second = at[(at >= 0).all(1)].T
+        changes = by_seed.to_numpy().T[first] - by_seed.to_numpy().T[second]
+        numbers = intervals(pd.Series(changes.ravel()).groupby(np.arange(changes.size) // len(by_seed))).T.to_numpy()
+        named = group, test_set, by_seed.columns[first], by_seed.columns[second]
+        parts.append(pd.DataFrame(dict(zip(names, (*named, *numbers, settled[first] & settled[second]), strict=True))))
+    compared = pd.concat(parts or [pd.DataFrame(columns=names)], ignore_index=True).astype({"seeds": int})
     return compared.assign(p_holm=holm(compared.p.astype(float)))
 
 

@@ -7,13 +7,13 @@ NaN means undefined, such as the interval of a single value, and isn't counted a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
@@ -35,34 +35,30 @@ class Interval:
 
 
 def intervals(groups: Any) -> pd.DataFrame:
-    """Return `mean`, `half_width` (of the 95% interval) and `count` for each group of `groups`, a grouped column."""
-    table = groups.agg(["mean", "sem", "count"])
-    critical = stats.t.ppf((1 + CONFIDENCE) / 2, table["count"] - 1)
-    return table.assign(half_width=critical * table["sem"])[["mean", "half_width", "count"]]
+    """Return `mean`, `half_width` (of the 95% interval), `count` and `p` for each group of `groups`, a grouped column.
 
-
-def mean_interval(values: Sequence[float] | pd.Series) -> Interval:
-    """Return the mean of values, such as the differences between two models by seed, and its 95% interval.
-
-    Values that are all 0 have p = 1. Equal values other than 0 have no p: otherwise two or three seeds that agree to
-    the last digit would give the most significant result in the table.
+    `p` is that of the two-sided t-test for a mean of 0. Values that are all 0 have p = 1. Equal values other than 0 have
+    no p: otherwise two or three seeds that agree to the last digit would give the most significant result in the table.
     """
-    series = pd.Series(values, dtype=float).dropna()
-    if series.empty:
-        return Interval(math.nan, math.nan, 0, math.nan)
-    [(mean, half, count)] = intervals(series.groupby(lambda _: 0)).to_numpy()
-    p = math.nan
-    if series.std() > ROUNDING:
-        p = float(stats.ttest_1samp(series, 0).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-    elif count > 1 and abs(mean) <= ROUNDING:
-        p = 1.0
-    return Interval(float(mean), float(half), int(count), p)
+    table = groups.agg(["mean", "sem", "count"])
+    mean, sem, freedom = table["mean"], table["sem"], table["count"] - 1
+    p = pd.Series(2 * stdtr(freedom, -(mean / sem).abs()), table.index)
+    p = p.mask(sem * table["count"] ** 0.5 <= ROUNDING, (mean.abs() <= ROUNDING).map({True: 1.0, False: math.nan}))
+    half = stdtrit(freedom, (1 + CONFIDENCE) / 2) * sem
+    return pd.DataFrame({"mean": mean, "half_width": half, "count": table["count"], "p": p})
+
+
+def mean_interval(values: Iterable[float]) -> Interval:
+    """Return the mean of values, such as the differences between two models by seed, and its 95% interval and p."""
+    series = pd.Series([*values, math.nan], dtype=float)  # so that no values are a group too
+    [(mean, half, count, p)] = intervals(series.groupby(lambda _: 0)).to_numpy()
+    return Interval(float(mean), float(half), int(count), float(p))
 
 
 def holm(p: pd.Series) -> pd.Series:
     """Return p-values corrected by Holm's step-down method. NaN isn't counted as a test."""
     ordered = p.dropna().sort_values()
-    return (ordered * range(len(ordered), 0, -1)).clip(upper=1).cummax().reindex(p.index)
+    return (ordered * np.arange(len(ordered), 0, -1)).clip(upper=1).cummax().reindex(p.index)
 
 
 class ExampleValues(NamedTuple):
@@ -98,6 +94,8 @@ def paired_test(first: Sequence[ExampleValues], second: Sequence[ExampleValues])
 
     def difference(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
         return scores(np.moveaxis(b, axis, -1)) - scores(np.moveaxis(a, axis, -1))
+
+    from scipy import stats  # it takes a second to import, and reports don't need it
 
     rows = np.arange(count), np.arange(count, 2 * count)
     a, b = (float(scores(each)) for each in rows)

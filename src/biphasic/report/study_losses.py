@@ -51,7 +51,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
             # The mean of a few batches would look like a jump at the end of the curve.
             if kind == "training" and (windows == windows.max()).sum() < width / 2:
                 windows = windows.mask((windows == windows.max()) & (windows.max() - 1 in set(windows)), windows - 1)
-            points = intervals(finite[key].groupby(windows)).set_axis(["loss", "half_width", "batches"], axis=1)
+            points = intervals(finite[key].groupby(windows)).rename(columns={"mean": "loss", "count": "batches"})
             step = base_steps + finite.batch.groupby(windows).mean()
             parts.append(points.assign(run=run, kind=kind, objective=objective, step=step)[COLUMNS])
     return pd.concat(parts, ignore_index=True)

@@ -25,6 +25,8 @@ from biphasic.sweep.records import Grid
 
 MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
+MAX_SIDE_BY_SIDE = 12
+"""Test scores of more models have a row for each model, not a column: nobody reads a table of 200 columns."""
 
 
 @default_style()
@@ -86,7 +88,7 @@ def _overview(grid: Grid, trials: pd.DataFrame) -> list[str]:
 
 
 def _main_table(table: ScoreTable, models: tuple[str, ...]) -> list[str]:
-    body = []
+    body = [["", "metric", *map(escape, models)]]
     for column in table.columns:
         means = table.means.loc[[(model, *column) for model in models]]
         # An incomplete mean may still change, so it can't be the best.
@@ -97,9 +99,10 @@ def _main_table(table: ScoreTable, models: tuple[str, ...]) -> list[str]:
             for text, number in zip(means["text"], points, strict=True)
         ]
         body.append([_title(*column), escape(means.metric.iloc[0] or ""), *texts])
+    header, *rows = zip(*body, strict=True) if len(models) > MAX_SIDE_BY_SIDE else body
     return [
         *["## Test scores", ""],
-        *markdown_table(["", "metric", *map(escape, models)], body),
+        *markdown_table(header, rows),
         "Points (100 times the score): mean ± half of the 95% interval over seeds, with the number of seeds in brackets.",
         "Bold: the best complete mean. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
         f"change the chosen learning rate. `{MISSING}`: no score.",
@@ -132,13 +135,15 @@ def _differences(table: ScoreTable, compared: pd.DataFrame, models: tuple[str, .
 
 def _rates(grid: Grid, trials: pd.DataFrame) -> list[str]:
     """Return the table of validation scores and chosen rates."""
-    rates, choosing = list(grid.learning_rates), grid.seeds[: grid.rate_seeds]
+    rates, choosing, cell = list(grid.learning_rates), grid.seeds[: grid.rate_seeds], ["group", "test_set", "model"]
+    means = trials[trials.seed.isin(choosing)].groupby([*cell, "lr"]).validation.mean().unstack("lr")
+    rows = trials.drop_duplicates(cell)
+    validation = means.reindex(index=pd.MultiIndex.from_frame(rows[cell]), columns=rates).to_numpy()
     body = []
-    for (_, test_set, model), rows in trials.groupby(["group", "test_set", "model"], sort=False):
-        chosen, settled = rows.chosen_lr.iloc[0], rows.settled.iloc[0]
-        validation = rows[rows.seed.isin(choosing)].groupby("lr").validation.mean().reindex(rates)
-        rate = MISSING if pd.isna(chosen) else format_rate(chosen) + ("" if settled else " (open)")
-        body.append([escape(test_set), escape(model), rate, *(format_points(score, MISSING) for score in validation)])
+    for row, scores in zip(rows.itertuples(), validation, strict=True):
+        rate = MISSING if pd.isna(row.chosen_lr) else format_rate(row.chosen_lr) + ("" if row.settled else " (open)")
+        points = (format_points(score, MISSING) for score in scores)
+        body.append([escape(row.test_set), escape(row.model), rate, *points])
     return [
         *["## Learning rates", ""],
         "Points: the validation score at each rate, by which the rate is chosen. It is the mean over the seeds with a",
