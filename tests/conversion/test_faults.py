@@ -211,11 +211,11 @@ def after(count: int, act: Callable[[], None]) -> Callable[..., Any]:
     """`convert_unit` that acts before the unit with this number."""
     seen: list[str] = []
 
-    def convert(context: Any, unit: Any, limit: Any, report: Any) -> Any:
+    def convert(context: Any, encoder: Any, unit: Any, limit: Any, report: Any) -> Any:
         seen.append(unit.name)
         if len(seen) == count + 1:
             act()
-        return convert_unit(context, unit, limit, report)
+        return convert_unit(context, encoder, unit, limit, report)
 
     return convert
 

@@ -21,7 +21,8 @@ from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.verify import verify
-from biphasic.conversion.worker import ConversionContext, WorkUnit, convert_unit, encode_texts, plan_work_units
+from biphasic.conversion.worker import ConversionContext, Report, WorkUnit, convert_unit, encode_texts, plan_work_units
+from biphasic.data.bulk_encoding import Backend, BulkEncoder
 from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -97,12 +98,12 @@ def test_finished_units_are_kept(
         pass
 
     def once(
-        context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Callable[[int, int], None]
+        context: ConversionContext, encoder: BulkEncoder, unit: WorkUnit, max_tokens: int | None, report: Report
     ) -> dict[str, Any]:
         if runs and len(done) >= runs[0]:
             raise Interrupted
         done.append(unit.name)
-        return convert_unit(context, unit, max_tokens, report)
+        return convert_unit(context, encoder, unit, max_tokens, report)
 
     monkeypatch.setattr("biphasic.conversion.pool.convert_unit", once)
     runs = [1]
@@ -224,9 +225,9 @@ def test_a_unit_stops_once_it_has_filled_the_budget(
     """One unit, of which only the batches up to the limit and the next one are tokenized, and only once."""
     encoded: list[str] = []
 
-    def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    def encode(encoder: BulkEncoder, texts: list[str], compared: list[int]) -> Any:
         encoded.extend(texts)
-        return encode_texts(tokenizer, texts)
+        return encode_texts(encoder, texts, compared)
 
     monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(worker, "encode_texts", encode)
@@ -289,18 +290,20 @@ def test_one_document_a_row(config_for: Make, tmp_path: Path) -> None:
     assert verify(str(tmp_path / "out")).faults == []
 
 
-def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["tokenizers", "gigatoken"])
+def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, backend: Backend) -> None:
     tokenizer = load_tokenizer(config_for([]).tokenizer)
     words = " ".join(record["text"] for record in sentences(12_000))
     assert len(words) > 1_500_000
     [whole] = tokenizer.encode([words])
-    [parts, short] = encode_texts(tokenizer, [words, "the model"])
-    assert short == tokenizer.encode(["the model"])[0]
+    encoder = BulkEncoder(tokenizer, backend)
+    [parts, short] = encode_texts(encoder, [words, "the model"], [0])
+    assert short.tolist() == tokenizer.encode(["the model"])[0]
     # Cut before a space, where this tokenizer begins a new word anyway.
-    assert parts == whole
+    assert parts.tolist() == whole
     unbroken = "a" * 2_500_000
-    [ids] = encode_texts(tokenizer, [unbroken])
-    assert tokenizer.tokenizer.decode(ids) == unbroken
+    [ids] = encode_texts(encoder, [unbroken], [0])
+    assert tokenizer.tokenizer.decode(ids.tolist()) == unbroken
 
 
 def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tmp_path: Path) -> None:

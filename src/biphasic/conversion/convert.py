@@ -14,6 +14,7 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
     documents           read, filtered, skipped (by kind)
     checks              special_names (names of special tokens in the text, which are plain text there), tokens, and those
                         of them that stand for unknown text (unknown_tokens)
+    backends            number of work units that each library encoded: tokenizers, gigatoken
     units               names of the work units, in the order of the index
     text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
 """
@@ -34,6 +35,7 @@ from biphasic.conversion.output import (
     lock_output,
     publish,
     read_record,
+    read_unit_records,
     require_same_files,
     require_same_settings,
     write_error_message,
@@ -59,11 +61,13 @@ from biphasic.conversion.worker import (
     is_valid,
     plan_work_units,
 )
+from biphasic.data.bulk_encoding import DifferentIdsError, choose_backend
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import user_errors
 
 _SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
+_COMPARED_TEXTS, _COMPARED_CHARACTERS = 500, 4000
 _ADVICE = "restore the file and run the same command again, or set on_bad_file: skip"
 
 
@@ -93,17 +97,29 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
     draw = draw_validation(config, layouts)
-    require_same_encoding(tokenizer, _sample_texts(config, layouts))
-    context = ConversionContext.of(config, tokenizer, draw.end)
+    texts = _sample_texts(config, layouts)
+    require_same_encoding(tokenizer, texts)
+    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
+    context = replace(ConversionContext.of(config, tokenizer, draw.end), backend=backend)
     try:
         with lock_output(context, units, sources.commit) as (store, earlier):
             if sources.unread:
                 print(f"not read: {describe_unread(sources.unread)}")
-            for line in tokenizer_remarks(config, tokenizer):
+            for line in [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]:
                 print(line)
             if config.validation_fraction:
                 print(f"validation: {draw.description}")
-            records = _Driver(context, units, damaged, earlier).run()
+            found = (record["difference"] for record in earlier.values())
+            if backend == "gigatoken" and (difference := next(filter(None, found), None)) is not None:
+                print(f"{difference}: this conversion goes on with tokenizers")
+                context = replace(context, backend="tokenizers", difference=difference)
+            try:
+                records = _Driver(context, units, damaged, earlier).run()
+            except DifferentIdsError as error:
+                print(f"{error}: the whole conversion is done by tokenizers")
+                earlier = read_unit_records(store)
+                context = replace(context, backend="tokenizers", difference=str(error))
+                records = _Driver(context, units, damaged, earlier).run()
             return publish(store, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
@@ -121,10 +137,15 @@ def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterat
         yield list(islice(read_up_to_damage(places[position], config, []), _SAMPLE_DOCUMENTS))
 
 
-def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[str]:
+def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> list[str]:
     # Damaged files are reported later.
-    for entries in sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts):
-        yield from (entry.text for entry in entries if isinstance(entry, Document))
+    samples = sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts)
+    return [entry.text for entries in samples for entry in entries if isinstance(entry, Document)]
+
+
+def first_texts(texts: list[str]) -> list[str]:
+    """Return the beginnings of some of the texts, spread evenly: those that two libraries encode to be compared."""
+    return [text[:_COMPARED_CHARACTERS] for text in texts[:: -(-len(texts) // _COMPARED_TEXTS) or 1]]
 
 
 def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:
@@ -176,6 +197,7 @@ class _Driver:
         self.faults = _stopping_faults(context.config, damaged)
         self.stopping = False
         self.records: dict[str, UnitRecord] = {}
+        self._passed, self._taken = set[str](), 0  # units that were given or are finished, and the tokens of the latter
         for unit, remaining in self._remaining():
             record = earlier.get(unit.name)
             if record is not None and is_valid(record, unit, context):
@@ -210,18 +232,23 @@ class _Driver:
 
     def _jobs(self) -> Iterator[Job]:
         limit = self.context.config.max_tokens
-        for position, unit in enumerate(self.units):
-            if unit.name in self.records:
-                continue
+        for unit in self.units:
             # Asked for each job, because earlier units may have finished meanwhile.
-            remaining = None if limit is None else max(limit - sum(map(self._tokens, self.units[:position])), 0)
+            remaining = None if limit is None else max(limit - self._taken, 0)
+            self._passed.add(unit.name)
+            if unit.name in self.records:
+                self._taken += self._tokens(unit)
+                continue
             if remaining == 0 or self.stopping:
                 return
             yield unit, remaining
 
     def _take(self, result: UnitResult, progress: Progress) -> None:
+        if result.different_ids and self.context.config.tokenizer_backend == "auto":
+            raise DifferentIdsError(result.fault)
         if result.record is not None:
             self.records[result.unit.name] = result.record
+            self._taken += self._tokens(result.unit)
         else:
             self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
             self.stopping = self.stopping or not result.damaged_file

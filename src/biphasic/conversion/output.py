@@ -16,10 +16,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from biphasic.conversion.shard_writer import HASH
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
 from biphasic.conversion.tokenizer_checks import merge_checks
-from biphasic.conversion.worker import FREE_KEYS, HASH, ConversionContext, UnitRecord, WorkUnit, unit_record_file
+from biphasic.conversion.worker import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX
@@ -197,6 +198,7 @@ def publish(
         "hash": HASH,
         "validation_end": context.validation_end,
         **_merged_counts([unit for _, unit in records], config.splits),
+        "backends": dict(Counter(unit["backend"] for _, unit in records)),
         "units": [unit.name for unit, _ in records],
         "seconds": round(seconds, 2),
     }

@@ -7,16 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
-from biphasic.conversion.convert import inspect_sources, sample_documents
+from biphasic.conversion.convert import first_texts, inspect_sources, sample_documents
 from biphasic.conversion.reading import FILTERED, Document
 from biphasic.conversion.sources import FileLayout, describe_unread, draw_validation
 from biphasic.conversion.tokenizer_checks import TextChecks, require_same_encoding, text_warnings, tokenizer_remarks
 from biphasic.conversion.worker import WorkUnit, boundary_tokens, encode_texts, plan_work_units
+from biphasic.data.bulk_encoding import BulkEncoder, choose_backend
 from biphasic.data.packing import token_dtype
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -98,10 +97,13 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig, layouts: list[FileLayout
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
     require_same_encoding(tokenizer, texts)
-    plan.lines["tokenizer"] = "\n".join([config.tokenizer, *tokenizer_remarks(config, tokenizer)])
-    encode_texts(tokenizer, texts[:10])
+    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
+    remarks = [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]
+    plan.lines["tokenizer"] = "\n".join([config.tokenizer, *remarks])
+    encoder = BulkEncoder(tokenizer, backend)
+    encode_texts(encoder, texts[:10])
     start = time.process_time()
-    encoded = [np.array(ids, token_dtype(tokenizer.vocab_size)) for ids in encode_texts(tokenizer, texts)]
+    encoded = [ids.astype(token_dtype(tokenizer.vocab_size)) for ids in encode_texts(encoder, texts)]
     seconds = max(time.process_time() - start, 1e-9)
     checks = TextChecks(tokenizer)
     for text, ids in zip(texts, encoded, strict=True):

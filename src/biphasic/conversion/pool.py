@@ -15,6 +15,7 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
 from biphasic.conversion.source_files import DamagedFileError
 from biphasic.conversion.worker import ConversionContext, Report, UnitRecord, WorkUnit, convert_unit
+from biphasic.data.bulk_encoding import BulkEncoder, DifferentIdsError
 from biphasic.errors import UserError
 from biphasic.processes import available_cores
 from biphasic.workers import open_workers
@@ -22,7 +23,7 @@ from biphasic.workers.group import WorkerGroup
 
 _REPORT_SECONDS = 0.5
 _ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
-_MODULES = ("biphasic.conversion.pool", "streaming")
+_MODULES = ("biphasic.conversion.pool",)
 """Modules that workers import."""
 
 Job = tuple[WorkUnit, int | None]
@@ -31,12 +32,16 @@ Job = tuple[WorkUnit, int | None]
 
 @dataclass(frozen=True)
 class UnitResult:
-    """The result of a unit: a record or a fault. A damaged file does not stop the other units."""
+    """The result of a unit: a record or a fault. A damaged file does not stop the other units.
+
+    `different_ids`: gigatoken does not encode as tokenizers does.
+    """
 
     unit: WorkUnit
     record: UnitRecord | None = None
     fault: str = ""
     damaged_file: bool = False
+    different_ids: bool = False
 
 
 class Progress:
@@ -86,13 +91,16 @@ class UnitWorker:
         # Pickling loses this setting, which encodes names of special tokens in a text as plain text.
         context.tokenizer.tokenizer.encode_special_tokens = True
         self._context, self._report = context, report
+        self._encoder = BulkEncoder(context.tokenizer, context.backend)
 
     def convert(self, unit: WorkUnit, max_tokens: int | None) -> UnitResult:
         """Convert a unit, and return an error as one line instead of raising it."""
         try:
-            return UnitResult(unit, record=convert_unit(self._context, unit, max_tokens, self._report))
+            record = convert_unit(self._context, self._encoder, unit, max_tokens, self._report)
+            return UnitResult(unit, record)
         except UserError as error:
-            return UnitResult(unit, fault=str(error), damaged_file=isinstance(error, DamagedFileError))
+            kinds = isinstance(error, DamagedFileError), isinstance(error, DifferentIdsError)
+            return UnitResult(unit, None, str(error), *kinds)
         except OSError as error:
             return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
 

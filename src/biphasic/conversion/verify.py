@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
@@ -93,7 +94,7 @@ class Verification:
         check = partial(_check_shard, join(self.output, split), row_format)
         counts: Counter[str] = Counter()
         processes = available_cores() if len(shards) >= _WORTH_PROCESSES else 1
-        with parallel_map(processes, [__name__, "streaming"]) as map_shards:
+        with parallel_map(processes, [__name__]) as map_shards:
             checks = map_shards(check, shards, [shard["raw_data"]["basename"] in present for shard in shards])
             for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
                 counts.update(counted)
@@ -172,13 +173,12 @@ def _check_shard(
 def _read_shard(
     store: Store, row_format: dict[str, Any], entry: dict[str, Any], is_unpacked: bool, counts: Counter[str]
 ) -> str | None:
-    from streaming.base.hashing import get_hash
-
     stored, raw, algorithm = shard_file(entry), entry["raw_data"], row_format["hash"]
+    hash_of = getattr(xxhash, algorithm)
     content = store.read(stored["basename"])
     if len(content) != stored["bytes"]:
         return f"has {len(content):,} bytes instead of {stored['bytes']:,}"
-    if get_hash(algorithm, content) != stored["hashes"][algorithm]:
+    if hash_of(content).hexdigest() != stored["hashes"][algorithm]:
         return "its content has changed (another hash)"
     columns = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
     if columns != mds_columns(row_format["sequence_length"], row_format["dtype"]):
@@ -190,7 +190,7 @@ def _read_shard(
     if stored is raw or not is_unpacked:
         return None
     # Streaming reads the unpacked copy of a local dataset.
-    same = get_hash(algorithm, store.read(raw["basename"])) == raw["hashes"][algorithm]
+    same = hash_of(store.read(raw["basename"])).hexdigest() == raw["hashes"][algorithm]
     return None if same else f"its unpacked copy {raw['basename']} has changed; remove it"
 
 

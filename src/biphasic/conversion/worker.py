@@ -9,6 +9,8 @@ record `units/<unit>.json`. The unit's name depends only on its files. The recor
     splits          documents, tokens, rows and bytes of each split, and its shards' entries in the MDS index
     documents       read, filtered, skipped (by kind), and the reasons for a few of the skipped ones (`examples`)
     damaged         messages about files that were read only in part
+    backend         library that encoded the text: tokenizers or gigatoken
+    difference      null, or what gigatoken encoded otherwise in this conversion, which therefore uses tokenizers
     checks          counts of `TextChecks`: names of special tokens in the text, and what the tokenizer doesn't know
     seconds, cpu_seconds, text_bytes
 """
@@ -20,21 +22,24 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
+from biphasic.conversion.shard_writer import ShardWriter
 from biphasic.conversion.source_files import SourceFile, compression_of
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.tokenizer_checks import TextChecks
+from biphasic.data.bulk_encoding import Backend, BulkEncoder
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import (
     DocumentPacker,
@@ -42,8 +47,6 @@ from biphasic.data.packing import (
     StreamCutter,
     Tokens,
     document_number,
-    mds_columns,
-    padded,
     token_dtype,
     validation_end,
 )
@@ -57,7 +60,7 @@ _COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after reading it."""
 _FORMAT = 3
 """Version of the row format. Increment it when reading, packing or storage gives other bytes for the same text."""
-FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
+FREE_KEYS = ("output", "tokenizer", "tokenizer_backend", "cluster", "on_bad_document", "on_bad_file")
 """Keys that may change between two starts of a conversion, whose finished units stay valid. The tokenizer's path may
 change, but not its hash."""
 _NO_BYTES_KEYS = (*FREE_KEYS, "max_tokens", "source", "unit_bytes")
@@ -95,13 +98,16 @@ class WorkUnit:
 class ConversionContext:
     """The configuration and tokenizer that all units share, and the hash of the settings that affect the bytes.
 
-    Documents whose `document_number` is below `validation_end` are for validation.
+    Documents whose `document_number` is below `validation_end` are for validation. `backend` encodes the text; `difference`
+    says what gigatoken encoded otherwise, so that its units are not valid.
     """
 
     config: ConvertConfig
     tokenizer: Tokenizer
     settings: str
     validation_end: int
+    backend: Backend = "tokenizers"
+    difference: str | None = None
 
     @staticmethod
     def of(config: ConvertConfig, tokenizer: Tokenizer, end: int | None = None) -> ConversionContext:
@@ -157,14 +163,16 @@ def is_valid(record: UnitRecord, unit: WorkUnit, context: ConversionContext) -> 
         return False
     if record["damaged"] and context.config.on_bad_file == "stop":
         return False
+    if context.difference is not None and record["backend"] != "tokenizers":
+        return False
     return not (record["documents"]["skipped"] and context.config.on_bad_document == "stop")
 
 
-HASH = "xxh64"
-"""Hash algorithm for the shard files. Streaming can check the hashes when it opens the files."""
 _BATCH_CHARACTERS = 2_000_000
 _PART_CHARACTERS = 1 << 20
 """Longer texts are tokenized in parts of this length, because the tokenizer's memory grows with a text's length."""
+_COMPARED = 100
+"""One document in so many, chosen by its number, is encoded by `tokenizers` too."""
 _EXAMPLES = 5
 _UPLOADS = 4
 
@@ -172,7 +180,9 @@ Report = Callable[[int, int], None]
 """Progress callback that takes the tokens and text bytes converted since the last call."""
 
 
-def convert_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report) -> UnitRecord:
+def convert_unit(
+    context: ConversionContext, encoder: BulkEncoder, unit: WorkUnit, max_tokens: int | None, report: Report
+) -> UnitRecord:
     """Convert one work unit into its shards, store its record and return it.
 
     The bytes depend only on the configuration, the tokenizer, the unit's files and `max_tokens`, the number of training
@@ -181,10 +191,11 @@ def convert_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | N
 
     Raises:
         DamagedFileError: a file can't be read to its end, and the YAML says to stop.
+        DifferentIdsError: gigatoken encodes one of the documents that are compared otherwise than tokenizers.
         UserError: a document can't be used and the YAML says to stop, or a column is missing or of the wrong type.
         OSError: the output can't be written.
     """
-    conversion = _UnitConversion(context, unit, max_tokens, report)
+    conversion = _UnitConversion(context, encoder, unit, max_tokens, report)
     try:
         return conversion.run()
     finally:
@@ -198,11 +209,18 @@ def boundary_tokens(config: ConvertConfig, tokenizer: Tokenizer) -> tuple[list[i
     return before, after
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """Return the token ids of each text. A very long text is cut between lines or words, which changes few tokens."""
+def encode_texts(encoder: BulkEncoder, texts: Sequence[str], compared: Iterable[int] = ()) -> list[NDArray[np.integer]]:
+    """Return the token ids [tokens] of each text. A very long text is cut between lines or words, which changes few tokens.
+
+    The texts with the numbers `compared` are encoded by both libraries: raises a DifferentIdsError if one differs.
+    """
     parts = [list(_parts(text)) for text in texts]
-    encoded = iter(tokenizer.encode([part for text in parts for part in text]))
-    return [[id for _ in text for id in next(encoded)] if len(text) > 1 else next(encoded) for text in parts]
+    encoded = iter(encoder.encode([part for text in parts for part in text]))
+    encoded = [list(islice(encoded, len(text))) for text in parts]
+    for number in compared:
+        for part, ids in zip(parts[number], encoded[number], strict=True):
+            encoder.compare(part, ids)
+    return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded]
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -219,8 +237,16 @@ def _parts(text: str) -> Iterator[str]:
 class _UnitConversion:
     """The state of a work unit's conversion."""
 
-    def __init__(self, context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report):
-        self.context, self.unit, self.max_tokens, self.report = context, unit, max_tokens, report
+    def __init__(
+        self,
+        context: ConversionContext,
+        encoder: BulkEncoder,
+        unit: WorkUnit,
+        max_tokens: int | None,
+        report: Report,
+    ):
+        self.context, self.encoder, self.unit = context, encoder, unit
+        self.max_tokens, self.report = max_tokens, report
         self.config, self.store = context.config, open_store(context.config.output)
         self.read = self.filtered = self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
@@ -235,12 +261,10 @@ class _UnitConversion:
 
     def run(self) -> UnitRecord:
         start, cpu = time.monotonic(), time.process_time()
-        before, after = boundary_tokens(self.config, self.context.tokenizer)
-        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
-        for batch, encoded in self._encoded():
+        for batch in self._encoded():
             earlier, text_bytes = sum(split.tokens for split in self.splits.values()), self.text_bytes
-            for document, ids in zip(batch, encoded, strict=True):
-                self._add(document, np.array(before + ids + after, dtype=dtype))
+            for document, number, tokens in batch:
+                self._add(document, number, tokens)
                 if self.stopped:
                     break
             self.report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
@@ -251,16 +275,25 @@ class _UnitConversion:
         self.uploads.wait()
         return self._store_record(time.monotonic() - start, time.process_time() - cpu)
 
-    def _encoded(self) -> Iterator[tuple[list[Document], list[list[int]]]]:
-        """Yield batches of documents with their token ids. The next batch is encoded while the caller uses this one."""
+    def _encoded(self) -> Iterator[list[tuple[Document, int, Tokens]]]:
+        """Yield batches of documents with their numbers and tokens. The next batch is encoded while one is used."""
         batches = groups_up_to(_BATCH_CHARACTERS, self._documents(), lambda document: len(document.text))
         with ThreadPoolExecutor(1) as pool:
-            submitted = (
-                (batch, pool.submit(encode_texts, self.context.tokenizer, [document.text for document in batch]))
-                for batch in chain(batches, [[]])  # the last batch is not yielded
-            )
-            for (batch, encoded), _ in pairwise(submitted):
-                yield batch, encoded.result()
+            submitted = (pool.submit(self._encode, batch) for batch in chain(batches, [[]]))  # the last is not yielded
+            for encoded, _ in pairwise(submitted):
+                yield encoded.result()
+
+    def _encode(self, batch: list[Document]) -> list[tuple[Document, int, Tokens]]:
+        before, after = boundary_tokens(self.config, self.context.tokenizer)
+        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
+        first, last = np.array(before, dtype), np.array(after, dtype)
+        numbers = [document_number(document.id) for document in batch]
+        compared = [place for place, number in enumerate(numbers) if number % _COMPARED == 0]
+        encoded = encode_texts(self.encoder, [document.text for document in batch], compared)
+        return [
+            (document, number, np.concatenate((first, ids, last), dtype=dtype, casting="unsafe"))
+            for document, number, ids in zip(batch, numbers, encoded, strict=True)
+        ]
 
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""
@@ -283,16 +316,17 @@ class _UnitConversion:
         if len(self.examples) < _EXAMPLES:
             self.examples.append(f"{entry.where}: {entry.reason}")
 
-    def _add(self, document: Document, tokens: Tokens) -> None:
+    def _add(self, document: Document, number: int, tokens: Tokens) -> None:
         """Add a document to its split. In `train`, it is cut where the limit is reached."""
-        is_held_out = document_number(document.id) < self.context.validation_end
+        is_held_out = number < self.context.validation_end
         split = self.splits["validation" if is_held_out else "train"]
         if split.name == "train" and self.max_tokens is not None:
             room = self.max_tokens - split.tokens
             tokens, self.stopped = tokens[:room], len(tokens) >= room
         split.add(tokens)
         self.checks.add(document.text, tokens)
-        self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
+        text = document.text
+        self.text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
     def _store_record(self, seconds: float, cpu_seconds: float) -> UnitRecord:
         skipped: dict[str, Any] = {"skipped": dict(sorted(self.skipped.items())), "examples": self.examples}
@@ -303,6 +337,8 @@ class _UnitConversion:
             "splits": {name: split.record() for name, split in self.splits.items()},
             "documents": {"read": self.read, "filtered": self.filtered, **skipped},
             "damaged": self.damaged,
+            "backend": self.context.backend,
+            "difference": self.context.difference,
             "checks": self.checks.record(),
             "text_bytes": self.text_bytes,
             "seconds": round(seconds, 3),
@@ -337,27 +373,21 @@ class _Split:
     """One split's packer, shard writer and counts. `tokens` counts those added: all of them are written at the end."""
 
     def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
-        from streaming import MDSWriter
-
         config, tokenizer, segments = context.config, context.tokenizer, context.config.segments
         self.name = name
         self.documents = self.tokens = self.rows = self._uploaded = 0
         self._unit, self._uploads = unit.name, uploads
-        self._length, self._pad_id = config.sequence_length, tokenizer.pad_id
+        length = config.sequence_length
         if segments.kind == "stream":
             text = f"cuts {config.seed} {unit.name} {name}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-            self._packer = StreamCutter(self._length, segments.shortest, seed)
+            self._packer = StreamCutter(length, segments.shortest, seed)
         else:
-            self._packer = DocumentPacker(self._length, 0 if segments.kind == "single" else segments.window)
+            self._packer = DocumentPacker(length, 0 if segments.kind == "single" else segments.window)
         self._folder = uploads.scratch / name
-        # Not used as a context manager, because that would write an index even after an error.
-        self._writer = MDSWriter(
-            columns=mds_columns(self._length, token_dtype(tokenizer.vocab_size)),
-            out=str(self._folder),
-            compression=config.compression,
-            hashes=[HASH],
-            size_limit=config.shard_bytes,
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._writer = ShardWriter(
+            self._folder, length, dtype, tokenizer.pad_id, config.compression, config.shard_bytes
         )
 
     def add(self, tokens: Tokens) -> None:
@@ -368,8 +398,7 @@ class _Split:
     def finish(self) -> None:
         """Write the remaining rows and the last shard."""
         self._write(self._packer.finish())
-        if self.rows:
-            self._writer.finish()
+        self._writer.finish()
         self._upload_shards()
 
     def record(self) -> dict[str, Any]:
@@ -379,7 +408,7 @@ class _Split:
 
     def _write(self, rows: list[Row]) -> None:
         for row in rows:
-            self._writer.write(padded(row, self._length, self._pad_id))
+            self._writer.write(row)
             self.rows += 1
         self._upload_shards()
 

@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
+import zstd
 
 from biphasic.data.streams import INDEX, RowStream, read_index, read_stream_record
 from biphasic.data.tokenizer import Tokenizer
@@ -71,19 +73,38 @@ def decode_rows(shard: dict[str, Any], content: bytes, numbers: Iterable[int]) -
     An MDS file starts with the number of rows, followed by one more offset than rows, all uint32. Row i lies between
     offsets i and i + 1.
     """
-    from streaming.base.compression import decompress
-    from streaming.base.format import reader_from_json
+    if shard["zip_data"] and shard["compression"].startswith("zstd"):
+        content = zstd.decompress(content)
+    elif shard["zip_data"]:
+        from streaming.base.compression import decompress
 
-    if shard["zip_data"]:
         content = decompress(shard["compression"], content)
-    # Streaming's decoder is used without its access to files.
-    decoder: Any = reader_from_json("", None, shard)
-    # A column of pickles could run any code.
-    decoder.validate(allow_unsafe_types=False)
+    own = _CONVERSION.fullmatch(_describe(shard))
+    decode = _others_decoder(shard) if own is None else partial(_decode_own, own[1])
     total = int(np.frombuffer(content, np.uint32, 1)[0])
     offsets = np.frombuffer(content, np.uint32, total + 1, offset=4).tolist()
     for number in numbers:
-        yield decoder.decode_sample(content[offsets[number] : offsets[number + 1]])
+        yield decode(content[offsets[number] : offsets[number + 1]])
+
+
+def _decode_own(dtype: str, row: bytes) -> StoredRow:
+    """Decode a conversion's row: bytes of the lengths (uint32), their shape (1 + 1, 2 or 4 bytes), they, the tokens."""
+    end = 4 + int.from_bytes(row[:4], "little")
+    start = 5 + (1 << (row[4] & 3))
+    lengths = np.frombuffer(row[start:end], np.uint32)
+    if int.from_bytes(row[5:start], "little") != len(lengths):
+        raise ValueError("the lengths of a row's segments are not as many as it says")
+    return {"lengths": lengths, "tokens": np.frombuffer(row[end:], dtype)}
+
+
+def _others_decoder(shard: dict[str, Any]) -> Callable[[bytes], StoredRow]:
+    """Return Streaming's decoder of a shard's rows, which is used without its access to files."""
+    from streaming.base.format import reader_from_json
+
+    decoder: Any = reader_from_json("", None, shard)
+    # A column of pickles could run any code.
+    decoder.validate(allow_unsafe_types=False)
+    return decoder.decode_sample
 
 
 def row_reader(
