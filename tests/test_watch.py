@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from biphasic import watch
+from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.run_lock import process_id
 from biphasic.commands import main
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
+from biphasic.durations import Duration
 from biphasic.finetuning.run import run as finetune
 from biphasic.storage import open_store
 from biphasic.training.loggers import log_scores
@@ -90,6 +93,34 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(Watcher, "_run_trial", run_trial)
+
+
+def test_a_poll_reads_only_new_manifests(task: FinetuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's 999 older ones haven't changed, says the listing."""
+
+    def write_checkpoint(batch: int) -> None:
+        (tmp_path / f"ba{batch}-rank0.pt").write_text("weights")
+        run = {"rows": 0, "tokens": 0, "epochs": 0}
+        manifest = Manifest(batch, f"ba{batch}-rank0.pt", {f"ba{batch}-rank0.pt": (7, "hash")}, run)
+        (tmp_path / manifest.name).write_bytes(manifest.to_bytes())
+
+    for batch in (1, 2, 3):
+        write_checkpoint(batch)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "recorded_config", lambda manifest: SimpleNamespace(max_duration=Duration(9, "ba")))
+    read, watcher, store = list[str](), Watcher(str(tmp_path), task, every=9), type(open_store(str(tmp_path)))
+    real = store.read
+    monkeypatch.setattr(store, "read", lambda self, name: read.append(name) or real(self, name))
+
+    def read_in_a_step() -> list[str]:
+        read.clear()
+        assert not watcher._step()
+        return sorted(name for name in read if name.startswith("ba"))
+
+    assert read_in_a_step() == ["ba1.json", "ba2.json", "ba3.json"]
+    assert read_in_a_step() == []
+    write_checkpoint(4)
+    assert read_in_a_step() == ["ba4.json"]
 
 
 def write_task(task: FinetuneConfig, folder: Path) -> Path:

@@ -1,11 +1,28 @@
-"""Group items up to a size limit, e.g. files into work units or examples into microbatches."""
+"""Group items up to a size limit, e.g. files into work units, and map items with threads."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def mapped_ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yield the function's results in order, up to `threads` computed ahead. After an error no further item is begun."""
+    running, pool = deque[Future[Result]](), ThreadPoolExecutor(threads)
+    try:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def groups_up_to(

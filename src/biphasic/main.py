@@ -146,6 +146,10 @@ def _run(config: Config) -> Path:
     # Imported here because PyTorch and Composer take seconds to import, and plans and errors don't need them.
     from biphasic.config.base import RunConfig
 
+    if config.job == "finetune":
+        from biphasic.finetuning.plan import require_data
+
+        require_data(config)
     if isinstance(config, RunConfig) and is_first_rank():
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":

@@ -19,8 +19,8 @@ def report(path: str) -> list[str]:
     """
     with user_errors(f"{path}: can't be read"):
         place = open_store(path)
-        checkpoints, attempts = list_checkpoints(place), read_attempts(place)
-        files, scores = place.list(), read_scores(place)
+        files = place.list()
+        checkpoints, attempts, scores = list_checkpoints(place, files), read_attempts(place), read_scores(place)
     if not checkpoints and not attempts:
         raise UserError(f"{path}: holds no run (no checkpoints, no attempts)")
     sizes = Counter[int]()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, download_files, newest_first
+from biphasic.checkpointing.manifest import Known, Manifest, batch_of, download_files, list_checkpoints
 from biphasic.checkpointing.run_lock import process_id, read_attempts
 from biphasic.checkpointing.start_rules import recorded_config
 from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig
@@ -58,6 +58,7 @@ class Watcher:
         self._folder = f"{SCORES}/{task.run_name}"
         self._settings = task.model_dump(mode="json", exclude=NOT_IN_RESULT)
         self._scored, self._failed, self._said, self._signals = list[str](), list[int](), "", list[str]()
+        self._known: Known = {}
 
     def watch(self) -> int:
         """Score checkpoints until the run's last one is scored, and return the exit status: 1 if a trial failed.
@@ -90,7 +91,10 @@ class Watcher:
                 if json.loads(store.read(name))["settings"] != self._settings:
                     problem = f"is of other settings than {self.task.run_name} here: give these scores another name"
                     raise UserError(f"{self.place}/{name}: {problem}, run_name=…")
-            manifests = {each.batch: each.manifest for each in newest_first(store, entries) if each.manifest}
+            checkpoints = list_checkpoints(store, entries, self._known)
+            if error := next((each.error for each in checkpoints if each.error), None):
+                raise error
+            manifests = {each.batch: each.manifest for each in checkpoints if each.manifest}
             newest = manifests[max(manifests)] if manifests else None
             is_over = newest is not None and newest.progress.reached(recorded_config(newest).max_duration)
             scored = [batch for batch in names.values() if batch is not None]

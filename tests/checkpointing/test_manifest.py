@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from biphasic.checkpointing.manifest import (
+    Known,
     Manifest,
     batch_of,
     list_checkpoints,
@@ -25,7 +26,7 @@ from biphasic.checkpointing.manifest import (
 )
 from biphasic.checkpointing.upload import Uploader
 from biphasic.durations import Duration
-from biphasic.storage import Store, StoredFile, file_hash, open_store
+from biphasic.storage import Store, file_hash, open_store
 from helpers.buckets import bucket_for, flip_a_bit
 
 
@@ -177,9 +178,28 @@ def test_a_checkpoint_at_a_later_branch_point_is_kept(tmp_path: Path) -> None:
         manifest = write_checkpoint(tmp_path, batch)
         last = {"rows": 0, "tokens": 0, "epochs": 0, "last_batch": [batch - 1, 0, 0, 0]}
         (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, **last}).to_bytes())
-    place, kept = open_store(str(tmp_path)), dict[str, StoredFile]()
-    assert outdated_checkpoints(place, place.list(), 1, kept, [Duration(2, "ba")]) == {1, 3}
-    assert list(kept) == ["ba2.json"]
+    place = open_store(str(tmp_path))
+    assert outdated_checkpoints(place, place.list(), 1, {}, [Duration(2, "ba")]) == {1, 3}
+
+
+def test_a_manifest_is_read_once_for_each_of_its_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in (1, 2, 3):
+        manifest = write_checkpoint(tmp_path, batch)
+    place, known, read = open_store(str(tmp_path)), Known(), list[str]()
+    real = type(place).read
+    monkeypatch.setattr(type(place), "read", lambda self, name: read.append(name) or real(self, name))
+    assert [found.batch for found in list_checkpoints(place, place.list(), known) if found.manifest] == [3, 2, 1]
+    assert sorted(read) == ["ba1.json", "ba2.json", "ba3.json"]
+    read.clear()
+    (tmp_path / "ba1.json").unlink()
+    (tmp_path / "ba2-rank0.pt").write_text("another size")
+    (tmp_path / "ba3.json").write_bytes(replace(manifest, run={**manifest.run, "kept": True}).to_bytes())
+    third, second, first = list_checkpoints(place, place.list(), known)
+    assert third.manifest is not None and third.manifest.run["kept"]
+    assert second.manifest is None and second.fault is not None and "instead of" in second.fault
+    assert first.fault == "it has no ba1.json, so it was not finished"
+    assert read == ["ba3.json"] and sorted(name for name, _ in known) == ["ba2.json", "ba3.json"]
+    assert outdated_checkpoints(place, place.list(), 1, known) == set() and read == ["ba3.json"]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 import pytest
 
+import biphasic.conversion.convert as convert_module
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert
@@ -25,9 +27,11 @@ from biphasic.storage import json_bytes, open_store
 from conftest import MakeBucket
 from helpers.buckets import upload_to
 from helpers.outputs import open_dataset
+from helpers.s3_proxy import Proxy
 from helpers.texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
+Patch = pytest.MonkeyPatch
 
 
 def put(bucket: Path, name: str, content: bytes) -> None:
@@ -94,6 +98,35 @@ def test_patterns_in_a_bucket(url: str) -> None:
         assert [file.path for file in files] == [f"{url}/{name}" for name in expected], pattern
     with pytest.raises(UserError, match="there is no such file"):
         find_files(FilesSource(kind="files", paths=[f"{url}/text/*.jsonl"]))
+
+
+def test_each_small_file_of_a_bucket_is_one_request(bucket: Path, config_for: Make, monkeypatch: Patch) -> None:
+    """Sizes and versions come with the listing, and the text that is looked at beforehand isn't read again."""
+    for number in range(300):
+        put(bucket, f"many/{number:03}.jsonl", jsonl([{"id": str(number), "text": f"text {number}"}]))
+    port = urlsplit(os.environ["S3_ENDPOINT_URL"]).port
+    assert port is not None
+    proxy = Proxy(port)
+    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.address)
+    record = convert(config_for(f"s3://{bucket.name}/many", validation_fraction=0.1))
+    proxy.close()
+    assert record["documents"]["read"] == 300
+    assert proxy.requests == {"LIST": 1, "GET": 300}
+
+
+def test_a_file_that_changes_while_it_waits_is_named(bucket: Path, config_for: Make, monkeypatch: Patch) -> None:
+    """Of a small file, the answer with its content says so."""
+    real = convert_module.draw_validation
+
+    def change(*arguments: Any) -> Any:
+        put(bucket, "text/more/b.jsonl", jsonl(sentences(150, seed=3)))
+        return real(*arguments)
+
+    monkeypatch.setattr(convert_module, "draw_validation", change)
+    with pytest.raises(
+        UserError, match=rf"source s3://{bucket.name}/text/more/b\.jsonl: has changed since this command"
+    ):
+        convert(config_for(f"s3://{bucket.name}/text"))
 
 
 def test_a_finished_conversion_in_a_bucket_is_left_as_it_is(

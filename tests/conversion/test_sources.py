@@ -294,8 +294,7 @@ def test_a_file_that_can_t_be_reached_is_not_damaged(
         return pa.PythonFile(Unreadable(file.read_bytes()), "r")
 
     system = SimpleNamespace(open_input_file=opened, open_input_stream=opened)
-    for module in (reading, source_files, sources):
-        monkeypatch.setattr(module, "filesystem", lambda path: (system, path))
+    monkeypatch.setattr(source_files, "filesystem", lambda path: (system, path))
     message = (
         rf"^source {file}: can't be read \(.*\); what is finished is kept; run the same command again when it can be"
     )
@@ -340,3 +339,32 @@ def test_sizes_of_many_hub_files_are_asked_for_in_parts(monkeypatch: pytest.Monk
     files = find_hub_files(HubSource(kind="hub", path="a/b")).files
     assert counts == [500, 500, 201] and len({file.path for file in files}) == 1201
     assert {(file.bytes, file.path.removeprefix(prefix) == file.version) for file in files} == {(5, True)}
+
+
+def test_of_many_small_files_a_few_are_read_before_the_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand would take longer than the patience of a user whose id_column is wrong."""
+    monkeypatch.setattr(sources, "_EXAMINED", 10)
+    for number in range(45):
+        write(tmp_path / f"{number:03}.jsonl", [{"id": str(number), "text": "text"}])
+    (tmp_path / "001.jsonl").write_text("")
+    files, opened = find_files(source(tmp_path)).files, list[str]()
+    real = source_files.open_file
+
+    def counted(file: source_files.SourceFile, *arguments: bool) -> Any:
+        opened.append(Path(file.path).stem)
+        return real(file, *arguments)
+
+    monkeypatch.setattr(source_files, "open_file", lambda file, is_stream=False: counted(file, is_stream))
+    layouts = inspect_files(files, OPTIONS)
+    assert [layout.file for layout in layouts] == files
+    assert [layout.fault for layout in layouts if layout.fault] == [f"source {tmp_path}/001.jsonl: is empty (0 bytes)"]
+    # The first of each five that are not empty.
+    assert sorted(opened) == ["000", "006", "011", "016", "021", "026", "031", "036", "041"]
+    opened.clear()
+    monkeypatch.setattr(sources, "_EXAMINED", 45)
+    monkeypatch.setattr(sources, "_THREADS", 2)
+    with pytest.raises(UserError, match=r"000\.jsonl, line 1: has no column 'key'"):
+        inspect_files(files, options(id_column="key"))
+    assert len(opened) <= 4

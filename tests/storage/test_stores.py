@@ -145,6 +145,21 @@ def test_the_next_write_removes_what_a_killed_process_left(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_an_atomic_write_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first in a folder: what killed processes left there is known from then on."""
+    listed, place = list[str](), LocalStore(str(tmp_path))
+    left = tmp_path / f"{UNFINISHED_PREFIX}4194305-{socket.gethostname()}-late.txt"  # no process has this number
+    left.write_text("half")
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda folder, real=real: listed.append(str(folder)) or real(folder))
+    for number in range(20):
+        place.write(f"{number}.txt", b"content")
+    assert listed == [str(tmp_path)] and left.exists()
+    place.write("late.txt", b"content")
+    assert listed == [str(tmp_path)] and not left.exists()
+
+
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     place = LocalStore(str(tmp_path))
     place.write("a/file.txt", b"1")

@@ -29,12 +29,13 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from biphasic.config.plan import remaining_checkpoints
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import first_line
+from biphasic.grouping import mapped_ahead
 from biphasic.storage import Store, StoredFile, file_hash, is_inside, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|(?:-validating)?(?:-rank\d+\.pt$|/))")
 _RANKS = re.compile(r"(?:__|[-.]rank)(\d+)(?:_\d+\.distcp|\.pt|\.json)$")
-_DOWNLOADS = 8
-"""Number of files that are downloaded at the same time: a checkpoint of many ranks has many small files."""
+_READS, _DOWNLOADS = 16, 8
+"""Number of manifests that are read at the same time, and of files: a checkpoint of many ranks has many small files."""
 _log = logging.getLogger(__name__)
 
 Entries = Mapping[str, StoredFile]
@@ -93,6 +94,11 @@ class Manifest:
         return json_bytes(asdict(self))
 
 
+_MANIFEST = TypeAdapter(Manifest)
+Known = dict[tuple[str, StoredFile], Manifest]
+"""Manifests that were read, by name and version, so that they are not read again."""
+
+
 def read_manifest(folder: Store, name: str) -> Manifest:
     """Read the manifest of a checkpoint or of a rank's part.
 
@@ -101,7 +107,7 @@ def read_manifest(folder: Store, name: str) -> Manifest:
     """
     content = folder.read(name)
     try:
-        manifest = TypeAdapter(Manifest).validate_json(content)
+        manifest = _MANIFEST.validate_json(content)
     except ValueError:
         raise ValueError(f"{name} is not a manifest") from None
     if manifest.batch != batch_of(name):
@@ -157,10 +163,17 @@ def manifest_batches(entries: Entries) -> list[int]:
     return [batch for batch in batches_of(entries) if manifest_name(batch) in entries]
 
 
-def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
-    """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not."""
-    entries = folder.list()
-    return [_inspect(folder, entries, batch) for batch in batches_of(entries)]
+def list_checkpoints(
+    folder: Store, entries: Entries | None = None, known: Known | None = None
+) -> list[StoredCheckpoint]:
+    """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not.
+
+    `entries` are the folder's, if they have been listed already. `known` remembers the manifests for a later call.
+    """
+    entries, known = folder.list() if entries is None else entries, {} if known is None else known
+    for outdated in known.keys() - entries.items():
+        del known[outdated]
+    return list(mapped_ahead(lambda batch: _inspect(folder, entries, batch, known), batches_of(entries), _READS))
 
 
 def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[StoredCheckpoint]:
@@ -176,12 +189,13 @@ def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[Stor
         yield checkpoint
 
 
-def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
-    name = manifest_name(batch)
+def _inspect(folder: Store, entries: Entries, batch: int, known: Known | None = None) -> StoredCheckpoint:
+    name, known = manifest_name(batch), {} if known is None else known
     if name not in entries:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
-        manifest = read_manifest(folder, name)
+        version = name, entries[name]
+        manifest = known[version] = known.get(version) or read_manifest(folder, name)
         fault = file_fault(manifest, entries)
     except ValueError as error:
         return StoredCheckpoint(batch, None, str(error))
@@ -256,25 +270,18 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
 
 
 def outdated_checkpoints(
-    folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile], branch_points: Sequence[Duration] = ()
+    folder: Store, entries: Entries, keep: int, known: Known, branch_points: Sequence[Duration] = ()
 ) -> set[int]:
     """Return the batches of the complete checkpoints that the run deletes: all but the newest `keep` and the kept ones.
 
     A negative `keep` keeps all. A checkpoint is kept if its manifest says so, or if it is the first one at one of
-    `branch_points`, which may be newer than the checkpoint. `kept` remembers the manifests of the kept checkpoints, by
-    name and version, so that a later call doesn't read them again.
+    `branch_points`, which may be newer than the checkpoint. `known` remembers the manifests for a later call.
     """
-    complete = list[int]()
-    for batch in manifest_batches(entries) if keep >= 0 else ():
-        name = manifest_name(batch)
-        if kept.get(name) != entries[name]:
-            manifest = _inspect(folder, entries, batch).manifest
-            if manifest is None:
-                continue
-            if manifest.run.get("kept") or any(map(manifest.is_first_at, branch_points)):
-                kept[name] = entries[name]
-        complete.append(batch)
-    marked = {batch for batch in complete if kept.get(manifest_name(batch)) == entries[manifest_name(batch)]}
+    checkpoints = list_checkpoints(folder, entries, known) if keep >= 0 else ()
+    complete = {each.batch: each.manifest for each in checkpoints if each.manifest}
+    marked = {
+        batch for batch, each in complete.items() if each.run.get("kept") or any(map(each.is_first_at, branch_points))
+    }
     return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))
 
 

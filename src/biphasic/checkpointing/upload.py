@@ -15,6 +15,7 @@ from threading import Event, Thread
 from biphasic.amounts import format_seconds
 from biphasic.checkpointing.manifest import (
     Entries,
+    Known,
     Manifest,
     batch_of,
     file_fault,
@@ -28,7 +29,7 @@ from biphasic.checkpointing.manifest import (
 )
 from biphasic.durations import Duration
 from biphasic.errors import UserError, first_line
-from biphasic.storage import Store, StoredFile, is_remote, open_store
+from biphasic.storage import Store, is_remote, open_store
 
 _POLL_SECONDS = 0.25
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -109,7 +110,7 @@ class Uploader:
         self._rank, self._local_ranks, self._resumed = rank, local_ranks, resumed
         self._branch_points = branch_points
         self.pending: list[Manifest] = []
-        self._kept: dict[str, StoredFile] = {}
+        self._known: Known = {}
         self._queue: SimpleQueue[Manifest | None] = SimpleQueue()
         self._closing = Event()
         self._thread = Thread(target=self._work, name="checkpoint-uploads", daemon=True)
@@ -177,7 +178,7 @@ class Uploader:
         Checkpoints newer than the newest one stay: an earlier attempt saved them, and this one could not use them.
         """
         entries = {name: file for name, file in destination.list().items() if (batch_of(name) or 0) <= newest.batch}
-        outdated = outdated_checkpoints(destination, entries, self._keep, self._kept, self._branch_points)
+        outdated = outdated_checkpoints(destination, entries, self._keep, self._known, self._branch_points)
         # The manifests first, so a partly deleted checkpoint counts as incomplete.
         destination.remove(manifest_name(batch) for batch in outdated)
         complete = {None, newest.batch, *manifest_batches(entries)} - outdated

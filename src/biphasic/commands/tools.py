@@ -91,6 +91,7 @@ def watch(options: Namespace) -> int:
     from biphasic.config.finetune import FinetuneConfig
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
+    from biphasic.finetuning.plan import require_data
 
     own = ["model={path: checkpoint}", "save_model=false"]
     task = load_job(FinetuneConfig, options.task, [*options.overrides, *own])
@@ -100,6 +101,7 @@ def watch(options: Namespace) -> int:
         raise UserError(f"{options.run}: is not there; to watch a run before its start, give its YAML")
     else:
         place = checkpoint_folder(options.run)
+    require_data(task)
     from biphasic.watch import Watcher
 
     return Watcher(place, task, options.every).watch()

@@ -128,13 +128,14 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
 def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[list[Document | Skipped]]:
     """Yield the first entries of up to eight places: row groups of Parquet files, and the beginnings of other files."""
     places = [
-        replace(layout.file, row_groups=None if group is None else (group, group + 1))
+        (layout.file, None if group is None else (group, group + 1))
         for layout in layouts
         for group in (range(len(layout.rows)) if layout.rows else [None])
         if layout.fault is None
     ]
     for position in np.unique(np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)):
-        yield list(islice(read_up_to_damage(places[position], config, []), _SAMPLE_DOCUMENTS))
+        file = replace(places[position][0], row_groups=places[position][1])
+        yield list(islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS))
 
 
 def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> list[str]:

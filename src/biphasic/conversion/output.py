@@ -8,7 +8,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -26,6 +25,7 @@ from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line
+from biphasic.grouping import mapped_ahead
 from biphasic.storage import LOCK_FILE, LocalStore, Store, is_remote, join, json_bytes, open_store, user_errors
 
 UnitRecords = list[tuple[WorkUnit, UnitRecord]]
@@ -161,9 +161,8 @@ def write_error_message(output: str, error: OSError) -> str:
 def read_unit_records(store: Store) -> dict[str, UnitRecord]:
     """Return the records of the finished units, by unit name. Raises a UserError if one can't be read."""
     names = list(store.list("units"))
-    with ThreadPoolExecutor(_READERS) as pool:
-        records = pool.map(lambda name: _read_json(store, name), names)
-        return {Path(name).stem: record for name, record in zip(names, records, strict=True)}
+    records = mapped_ahead(lambda name: _read_json(store, name), names, _READERS)
+    return {Path(name).stem: record for name, record in zip(names, records, strict=True)}
 
 
 def publish(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -18,12 +17,12 @@ from biphasic.conversion.source_files import (
     DamagedFileError,
     SourceFile,
     kind_of,
+    open_file,
     open_text,
     read_error,
     without_byte_order_mark,
 )
 from biphasic.errors import UserError, first_line
-from biphasic.storage import filesystem, open_store, user_errors
 from biphasic.storage.hub import hub_errors
 
 _BATCH_ROWS = 1000
@@ -77,19 +76,6 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
     readers = {"parquet": _read_parquet, **dict.fromkeys(JSON_KINDS, _read_json)}
     entries = readers.get(kind, _read_csv)(file, config)
     return entries if separator is None else (part for each in entries for part in _divided(each, separator))
-
-
-def require_unchanged(file: SourceFile) -> None:
-    """Raise a UserError if a file has changed since it was listed. Files of the hub are those of one commit."""
-    if file.path.startswith("hf://"):
-        return
-    folder, name = posixpath.split(file.path)
-    with user_errors(f"source {file.path}: can't be read"):
-        now = open_store(folder or ".").stat(name)
-    if now is None or (now.bytes, now.version) != (file.bytes, file.version):
-        raise UserError(
-            f"source {file.path}: has changed since this command began: run it again once it stays as it is"
-        )
 
 
 def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str]) -> Iterator[Document | Skipped]:
@@ -160,8 +146,7 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document 
 
     row, names = 0, columns(config)
     try:
-        system, path = filesystem(file.path)
-        with hub_errors(), system.open_input_file(path) as handle:
+        with hub_errors(), open_file(file) as handle:
             reader = pq.ParquetFile(handle, page_checksum_verification=True)
             first, end = file.row_groups or (0, reader.num_row_groups)
             row = sum(reader.metadata.row_group(group).num_rows for group in range(first))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import io
+import posixpath
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import lru_cache
+from typing import Any, BinaryIO, NoReturn
 
 from biphasic.errors import UserError, first_line
-from biphasic.storage import filesystem, is_unreachable, open_store, user_error
+from biphasic.grouping import mapped_ahead
+from biphasic.storage import StoredFile, filesystem, is_remote, is_unreachable, open_store, user_error, user_errors
 from biphasic.storage.hub import hub_errors
 
 READ_BYTES = 1 << 20
@@ -25,6 +27,9 @@ KINDS = ("parquet", *JSON_KINDS, "csv", "tsv", *TEXT_KINDS)
 COMPRESSIONS = (".gz", ".zst")
 """Suffixes of compressed files; Parquet compresses by itself."""
 _COMPRESSED_BYTES = 1 << 17
+_READS = 32
+"""Number of small files of a bucket that are read at the same time."""
+_TINY_BYTES = 1 << 13
 _MAX_WINDOW = 2**31
 """Largest window of zstd, that of `--long=31`: a file that was written with it needs this memory in bytes."""
 
@@ -48,7 +53,8 @@ class SourceFile:
 
 def compression_of(path: str) -> str:
     """Return the suffix of a compressed file, in lower case, or an empty text."""
-    return next((suffix for suffix in COMPRESSIONS if path.lower().endswith(suffix)), "")
+    suffix = path[path.rfind(".") :].lower()
+    return suffix if suffix in COMPRESSIONS else ""
 
 
 def kind_of(path: str) -> str:
@@ -61,6 +67,57 @@ def is_readable(path: str) -> bool:
     return "." in path and kind_of(path) in KINDS and not (kind_of(path) == "parquet" and compression_of(path))
 
 
+def _is_read_whole(file: SourceFile) -> bool:
+    """Return whether a file is a bucket's, and small: it is read with one request, whose answer also says its version."""
+    return is_remote(file.path) and not file.path.startswith("hf://") and file.bytes <= READ_BYTES
+
+
+def _content(file: SourceFile) -> bytes:
+    bucket: Any = open_store(posixpath.dirname(file.path))
+    content, version = bucket.read_version(posixpath.basename(file.path))
+    return content if version == file.version else _refuse_changed(file)
+
+
+# Content that is read ahead waits here, and that of tiny files, read to look at them, for their conversion: 40 MiB each.
+_tiny, _small = lru_cache(5000)(_content), lru_cache(_READS + 8)(_content)
+
+
+def read_ahead(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
+    """Yield the files in order, while the content of small ones in buckets is read, many at a time."""
+
+    def read(file: SourceFile) -> SourceFile:
+        with suppress(Exception):  # whoever reads this file meets the error again
+            _ = _is_read_whole(file) and open_file(file)
+        return file
+
+    return mapped_ahead(read, files, _READS)
+
+
+def require_unchanged(file: SourceFile) -> None:
+    """Raise a UserError if a file that was read has changed since it was listed. The hub's files are those of one commit."""
+    if file.path.startswith("hf://") or _is_read_whole(file):
+        return
+    folder, name = posixpath.split(file.path)
+    with user_errors(f"source {file.path}: can't be read"):
+        now = open_store(folder or ".").stat(name)
+    if now != StoredFile(file.bytes, file.version):
+        _refuse_changed(file)
+
+
+def _refuse_changed(file: SourceFile) -> NoReturn:
+    raise UserError(f"source {file.path}: has changed since this command began: run it again once it stays as it is")
+
+
+def open_file(file: SourceFile, is_stream: bool = False) -> Any:
+    """Open a file's bytes, to read any part or only in order. Raises an OSError or, if it has changed, a UserError."""
+    import pyarrow as pa
+
+    if _is_read_whole(file):
+        return pa.BufferReader((_tiny if file.bytes <= _TINY_BYTES else _small)(file))
+    system, name = filesystem(file.path)
+    return system.open_input_stream(name, compression=None) if is_stream else system.open_input_file(name)
+
+
 @contextmanager
 def open_text(file: SourceFile, position: Callable[[], str]) -> Iterator[BinaryIO]:
     """Open a file's content, decompressed. An error of the content is raised as `is damaged after {position()}`."""
@@ -68,10 +125,10 @@ def open_text(file: SourceFile, position: Callable[[], str]) -> Iterator[BinaryI
     import zstandard
 
     try:
-        system, name = filesystem(file.path)
         packed = compression_of(file.path)
-        with hub_errors(), system.open_input_stream(name, compression="gzip" if packed == ".gz" else None) as handle:
-            stream: Any = _ZstdReader(handle) if packed == ".zst" else handle
+        with hub_errors(), open_file(file, is_stream=True) as handle:
+            stream: Any = pa.CompressedInputStream(handle, "gzip") if packed == ".gz" else handle
+            stream = _ZstdReader(handle) if packed == ".zst" else stream
             yield io.BufferedReader(stream, READ_BYTES)
     except (OSError, EOFError, zstandard.ZstdError, pa.ArrowException) as error:
         raise read_error(file, f"is damaged after {position()}", error) from error
@@ -89,12 +146,12 @@ def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
     from huggingface_hub.errors import HfHubHTTPError
 
     folder, _, name = file.path.rpartition("/")
-    of_bucket = isinstance(error, HfHubHTTPError) or re.search("AWS Error|Azure Error|google::cloud", str(error))
+    kinds = "AWS Error|Azure Error|google::cloud|when calling the .* operation"
+    of_bucket = isinstance(error, HfHubHTTPError) or re.search(kinds, str(error))
     try:
         # pyarrow also raises OSErrors for errors in a file's content; these have no number.
-        if isinstance(error, OSError) and (
-            error.errno not in (None, errno.ENOENT) or of_bucket or is_unreachable(error)
-        ):
+        is_missing = isinstance(error, FileNotFoundError)
+        if isinstance(error, OSError) and not is_missing and (error.errno or of_bucket or is_unreachable(error)):
             raise error
         with hub_errors():
             exists = open_store(folder or ".").stat(name) is not None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 
@@ -21,20 +22,25 @@ from biphasic.conversion.reading import Document, Skipped, columns, missing_colu
 from biphasic.conversion.source_files import (
     COMPRESSIONS,
     KINDS,
+    READ_BYTES,
     TEXT_KINDS,
     DamagedFileError,
     SourceFile,
     is_readable,
     kind_of,
+    open_file,
+    read_ahead,
     read_error,
 )
 from biphasic.data.packing import document_number, validation_end
 from biphasic.errors import UserError, first_line
-from biphasic.grouping import groups_up_to
-from biphasic.storage import StoredFile, filesystem, glob_pattern, is_remote, open_store, user_errors
+from biphasic.grouping import groups_up_to, mapped_ahead
+from biphasic.storage import StoredFile, glob_pattern, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _THREADS = 16
+_EXAMINED = 256
+"""Of more small text files than these, only these are read before the work begins, evenly spread over all."""
 _PATHS_AT_ONCE = 500
 """Number of a hub dataset's paths in a request. The hub refuses more than 1,000."""
 
@@ -87,10 +93,14 @@ def find_files(source: FilesSource) -> Sources:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
         unread |= matches.keys() - usable
+    real = cache(lambda folder: os.path.realpath(folder))
+
     # A file may be found by several paths: through links, or as `texts/a.txt` and `./texts/a.txt`.
-    by_place = {
-        name if is_remote(name) else os.path.realpath(name): file for name, file in sorted(files.items(), reverse=True)
-    }
+    def place(name: str) -> str:
+        folder, base = os.path.split(name)
+        return name if is_remote(name) else real(name) if os.path.islink(name) else os.path.join(real(folder), base)
+
+    by_place = {place(name): file for name, file in sorted(files.items(), reverse=True)}
     by_path = sorted(by_place.values(), key=lambda file: file.path)
     return Sources(by_path, None, dict(Counter(map(_suffix, sorted(unread)))))
 
@@ -226,16 +236,21 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
 
     Empty files, incomplete Parquet files and files whose start can't be read get a `fault`. Raises a UserError that
     names the first file without one of the columns, or without text in the text column, or that can't be read for now,
-    and if `source.text_files` is given without text files.
+    and if `source.text_files` is given without text files. Of many small files of text, JSON or CSV only some are read here;
+    the conversion, which reads each once, finds the faults of the others.
     """
     unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
     if unit != "file" and not any(kind_of(file.path) in TEXT_KINDS for file in files):
         raise UserError(
             f"source.text_files: {unit} has no effect, because the source has no plain text: remove this key"
         )
-    with ThreadPoolExecutor(_THREADS) as pool:
-        layouts = pool.map(lambda file: _inspect(file, config), files)
-        return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))
+    small = [file for file in files if 0 < file.bytes <= READ_BYTES and kind_of(file.path) != "parquet"]
+    layouts = {file: FileLayout(file) for file in files}
+    examined = layouts.keys() - set(small) | set(small[:: math.ceil(len(small) / _EXAMINED) or 1])
+    found = mapped_ahead(lambda file: _inspect(file, config), filter(examined.__contains__, files), _THREADS)
+    for layout in tqdm(found, "inspecting files", len(examined), unit="file", disable=len(examined) < 1000):
+        layouts[layout.file] = layout
+    return list(layouts.values())
 
 
 def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
@@ -252,8 +267,7 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
             return FileLayout(file, fault=str(error))
         return FileLayout(file)
     try:
-        system, name = filesystem(file.path)
-        with hub_errors(), system.open_input_file(name) as handle:
+        with hub_errors(), open_file(file) as handle:
             reader = pq.ParquetFile(handle)
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
@@ -299,7 +313,8 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
 
     They are those whose number (a hash of the id) is below `validation_fraction` of all 64-bit numbers. If none is, the
     document with the smallest number is for validation; if all are, the one with the largest number is for training.
-    The text is read until each split has a document: about 1 / `validation_fraction` documents. With `max_tokens`, documents
+    The text is read until each split has a document: about 1 / `validation_fraction` documents, or to its end if it is
+    short and in few files. With `max_tokens`, documents
     count while their bytes, of which a token has at least one, are fewer. The result depends only on the configuration
     and the text. Raises a UserError if there is no document, only one, or all have the same id.
     """
@@ -309,7 +324,8 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
     numbers, chosen, size, limited = list[int](), 0, 0, ""
     first_skipped: Skipped | None = None
     for read, entry in enumerate(_entries(config, layouts)):
-        if 0 < chosen < len(numbers) and (read >= _COUNTED_ENTRIES or size >= _COUNTED_BYTES):
+        is_long = len(layouts) > _EXAMINED or read >= _COUNTED_ENTRIES or size >= _COUNTED_BYTES
+        if 0 < chosen < len(numbers) and is_long:
             rows = sum(sum(layout.rows) for layout in layouts)
             is_counted = not config.filters and all(layout.rows or layout.fault for layout in layouts)
             count = f"{share * rows:,.0f} of {rows:,}" if is_counted else f"{100 * share:g}% of the"
@@ -341,7 +357,7 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
 
 
 def _entries(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[Document | Skipped]:
-    for layout in layouts:
+    for file in read_ahead(layout.file for layout in layouts if layout.fault is None):
         # The conversion reports damaged files.
         with suppress(DamagedFileError):
-            yield from read_documents(layout.file, config) if layout.fault is None else ()
+            yield from read_documents(file, config)

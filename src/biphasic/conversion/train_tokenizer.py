@@ -14,7 +14,7 @@ from tqdm import tqdm
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.reading import Document, read_up_to_damage
-from biphasic.conversion.source_files import SourceFile
+from biphasic.conversion.source_files import SourceFile, read_ahead
 from biphasic.conversion.sources import draw_validation
 from biphasic.data.packing import document_number
 from biphasic.errors import UserError
@@ -117,7 +117,7 @@ def _training_text(
     """Yield the texts of the training split, and count them and their bytes."""
     stored, so_far = sum(file.bytes for file in files) or 1, 0
     with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
-        for file in files:
+        for file in read_ahead(files):
             # The file's share of the limit, plus what earlier files did not use of theirs.
             so_far += file.bytes
             limit = None if max_bytes is None else max_bytes * so_far // stored

@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage, require_unchanged
+from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage
 from biphasic.conversion.shard_writer import ShardWriter
-from biphasic.conversion.source_files import SourceFile, compression_of
+from biphasic.conversion.source_files import SourceFile, compression_of, read_ahead, require_unchanged
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.tokenizer_checks import TextChecks
 from biphasic.data.bulk_encoding import Backend, BulkEncoder
@@ -297,7 +297,7 @@ class _UnitConversion:
 
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""
-        for file in self.unit.files:
+        for file in read_ahead(self.unit.files):
             for entry in read_up_to_damage(file, self.config, self.damaged):
                 self.read += 1
                 if isinstance(entry, Document):

@@ -13,6 +13,12 @@ from biphasic.storage import is_remote, open_store
 from biphasic.storage.hub import why_missing
 
 
+def require_data(config: FinetuneConfig) -> None:
+    """Raise a UserError if a dataset of a fine-tuning is missing or of another kind. No slow package is imported."""
+    for path in (config.task.data, *config.task.retrieval_sets.values()):
+        TaskFolder(path, config.cache, config.task.family)
+
+
 def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
     """Return the plan, from the data's records and, if everything is there, the model's configuration and tokenizer.
 

@@ -105,12 +105,21 @@ def _attempts() -> int:
 
 def _s3_client(**settings: Any) -> Any:
     """Return boto3's client. It retries with backoff and jitter (AWS_MAX_ATTEMPTS, AWS_RETRY_MODE)."""
+    mode = os.environ.get("AWS_RETRY_MODE", "standard")
+    return _shared_client(os.getpid(), _endpoint(), _region(), _attempts(), mode, **settings)
+
+
+@lru_cache
+def _shared_client(
+    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **settings: Any
+) -> Any:
+    """Return a client for these settings; making one takes ten milliseconds. Its connections are this process's alone."""
     from botocore.config import Config
 
-    retries: Any = {"total_max_attempts": _attempts(), "mode": os.environ.get("AWS_RETRY_MODE", "standard")}
+    retries: Any = {"total_max_attempts": attempts, "mode": mode}
     timeouts: Any = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
     config = Config(retries=retries, **timeouts, **settings)
-    return _session().client("s3", endpoint_url=_endpoint(), region_name=_region(), config=config)
+    return _session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
 
 @functools.cache
@@ -297,15 +306,19 @@ class S3Store(_BucketStore):
             return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
         return None
 
-    @_as_os_error()
     def read(self, name: str) -> bytes:
+        return self.read_version(name)[0]
+
+    @_as_os_error()
+    def read_version(self, name: str) -> tuple[bytes, str]:
+        """Return a file's content and version with one request."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         attempt = 1
         while True:
-            body = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
             try:
-                return body.read()
+                return answer["Body"].read(), answer["ETag"].strip('"')
             # boto3 retries requests, but not a response that breaks off.
             except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
                 if attempt >= _attempts():
@@ -375,6 +388,10 @@ class ArrowStore(_BucketStore):
     def read(self, name: str) -> bytes:
         with self._system.open_input_file(self._key(name)) as file:
             return file.read()
+
+    def read_version(self, name: str) -> tuple[bytes, str]:
+        content, file = self.read(name), self.stat(name)
+        return content, "" if file is None else file.version
 
     @_as_os_error()
     def write(self, name: str, content: bytes) -> None:

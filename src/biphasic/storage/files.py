@@ -119,7 +119,7 @@ class LocalStore:
 
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
-        return _stat(self._path(name))
+        return _stat(os.path.join(self.root, require_inside(name)))
 
     def read(self, name: str) -> bytes:
         return self._path(name).read_bytes()
@@ -184,16 +184,22 @@ class LocalStore:
         return path
 
 
+@functools.lru_cache(1024)
+def _unfinished(folder: Path) -> list[str]:
+    """Return the temporary files in a folder when this process first asks: listing it takes longer than a write."""
+    return [name for name in os.listdir(folder) if name.startswith(UNFINISHED_PREFIX)]
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file or a folder that replaces `path` at the end.
 
     It is removed after an error. Its name contains the process and the host, because several processes may write the
-    same file, also from several machines. Temporary files of this host's killed processes are removed.
+    same file, also from several machines. Those that this host's killed processes left of this file are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = re.compile(rf"{UNFINISHED_PREFIX}(\d+)-{re.escape(f'{socket.gethostname()}-{path.name}')}")
-    for other in os.listdir(path.parent):
+    for other in _unfinished(path.parent.absolute()):
         if (match := name.fullmatch(other)) and not Path("/proc", match[1]).exists():
             _remove(path.with_name(other))
     partial = path.with_name(f"{UNFINISHED_PREFIX}{os.getpid()}-{socket.gethostname()}-{path.name}")
@@ -274,9 +280,9 @@ def _raise_unless_missing(error: OSError) -> None:
         raise type(error)(f"{error.filename} can't be listed ({error.strerror})") from error
 
 
-def _stat(path: Path) -> StoredFile | None:
+def _stat(path: str | Path) -> StoredFile | None:
     try:
-        status = path.stat()
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):  # another process may have removed it since it was listed
         return None
     if not stat.S_ISREG(status.st_mode):

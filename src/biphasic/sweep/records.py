@@ -11,7 +11,6 @@ MARCO is scored on three retrieval datasets.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from biphasic.errors import UserError, first_line
 from biphasic.finetuning.records import DownstreamResult
+from biphasic.grouping import mapped_ahead
 from biphasic.storage import Store, json_bytes, user_errors
 
 GRID_FILE = "sweep.json"
@@ -127,8 +127,7 @@ def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]
     """
     with user_errors(f"{folder.root}: can't be read"):
         names = sorted(set(trials) & set(recorded_trials(folder)))
-        with ThreadPoolExecutor(16) as pool:
-            contents = list(pool.map(folder.read, map(record_file, names)))
+        contents = list(mapped_ahead(folder.read, map(record_file, names), 16))
     records = {}
     for name, content in zip(names, contents, strict=True):
         try:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from biphasic.grouping import mapped_ahead
 from biphasic.storage import Store
 
 SCORES = "scores"
@@ -41,8 +42,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_scores(folder: Store) -> list[dict[str, Any]]:
     """Read the scores of a run's checkpoints from the place where it saves, by batch. Raises an OSError."""
-    records = [json.loads(folder.read(name)) for name in folder.list(SCORES) if name.endswith(".json")]
-    return sorted(records, key=lambda record: record["batch"])
+    names = [name for name in folder.list(SCORES) if name.endswith(".json")]
+    return sorted(map(json.loads, mapped_ahead(folder.read, names, 16)), key=lambda record: record["batch"])
 
 
 def _entries(text: str) -> Iterator[dict[str, Any]]:
