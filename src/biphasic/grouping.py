@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def mapped_ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Yield the function's results in order, up to `threads` computed ahead. After an error no further item is begun."""
+    """Yield the function's results in order, up to `threads` computed ahead. None is begun after an error."""
     running, pool = deque[Future[Result]](), ThreadPoolExecutor(threads)
     try:
         for item in items:
@@ -22,7 +22,7 @@ def mapped_ahead(function: Callable[[Item], Result], items: Iterable[Item], thre
         while running:
             yield running.popleft().result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def groups_up_to(

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from biphasic.checkpointing.manifest import Known, Manifest, batch_of, download_files, list_checkpoints
+from biphasic.checkpointing.manifest import Known, Manifest, batch_of, download_files, newest_first
 from biphasic.checkpointing.run_lock import process_id, read_attempts
 from biphasic.checkpointing.start_rules import recorded_config
 from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig
@@ -91,9 +91,7 @@ class Watcher:
                 if json.loads(store.read(name))["settings"] != self._settings:
                     problem = f"is of other settings than {self.task.run_name} here: give these scores another name"
                     raise UserError(f"{self.place}/{name}: {problem}, run_name=…")
-            checkpoints = list_checkpoints(store, entries, self._known)
-            if error := next((each.error for each in checkpoints if each.error), None):
-                raise error
+            checkpoints = newest_first(store, entries, self._known)
             manifests = {each.batch: each.manifest for each in checkpoints if each.manifest}
             newest = manifests[max(manifests)] if manifests else None
             is_over = newest is not None and newest.progress.reached(recorded_config(newest).max_duration)

@@ -115,14 +115,14 @@ def test_each_small_file_of_a_bucket_is_one_request(bucket: Path, config_for: Ma
 
 
 def test_a_file_that_changes_while_it_waits_is_named(bucket: Path, config_for: Make, monkeypatch: Patch) -> None:
-    """Of a small file, the answer with its content says so."""
-    real = convert_module.draw_validation
+    """Of a small file, the answer with its content says so. What was read before is what was listed."""
+    real = convert_module.inspect_files
 
     def change(*arguments: Any) -> Any:
         put(bucket, "text/more/b.jsonl", jsonl(sentences(150, seed=3)))
         return real(*arguments)
 
-    monkeypatch.setattr(convert_module, "draw_validation", change)
+    monkeypatch.setattr(convert_module, "inspect_files", change)
     with pytest.raises(
         UserError, match=rf"source s3://{bucket.name}/text/more/b\.jsonl: has changed since this command"
     ):

@@ -94,7 +94,6 @@ class Manifest:
         return json_bytes(asdict(self))
 
 
-_MANIFEST = TypeAdapter(Manifest)
 Known = dict[tuple[str, StoredFile], Manifest]
 """Manifests that were read, by name and version, so that they are not read again."""
 
@@ -107,7 +106,7 @@ def read_manifest(folder: Store, name: str) -> Manifest:
     """
     content = folder.read(name)
     try:
-        manifest = _MANIFEST.validate_json(content)
+        manifest = TypeAdapter(Manifest).validate_json(content)
     except ValueError:
         raise ValueError(f"{name} is not a manifest") from None
     if manifest.batch != batch_of(name):
@@ -176,21 +175,24 @@ def list_checkpoints(
     return list(mapped_ahead(lambda batch: _inspect(folder, entries, batch, known), batches_of(entries), _READS))
 
 
-def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached.
+def newest_first(
+    folder: Store, entries: Entries | None = None, known: Known | None = None
+) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints in a folder like `list_checkpoints`, but without `known` read each only when it is reached.
 
-    `entries` are the folder's, if they have been listed already. Raises an OSError if the folder can't be listed, or a
-    checkpoint can't be read. An older one must not take its place: the next attempt to read it may succeed.
+    Raises an OSError if the folder can't be listed, or a checkpoint can't be read. An older one must not take its place: the
+    next attempt to read it may succeed.
     """
-    for batch in batches_of(entries := folder.list() if entries is None else entries):
-        checkpoint = _inspect(folder, entries, batch)
+    entries = folder.list() if entries is None else entries
+    lazily = (_inspect(folder, entries, batch, {}) for batch in batches_of(entries))
+    for checkpoint in lazily if known is None else list_checkpoints(folder, entries, known):
         if checkpoint.error is not None:
             raise type(checkpoint.error)(checkpoint.fault) from checkpoint.error
         yield checkpoint
 
 
-def _inspect(folder: Store, entries: Entries, batch: int, known: Known | None = None) -> StoredCheckpoint:
-    name, known = manifest_name(batch), {} if known is None else known
+def _inspect(folder: Store, entries: Entries, batch: int, known: Known) -> StoredCheckpoint:
+    name = manifest_name(batch)
     if name not in entries:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
