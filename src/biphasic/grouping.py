@@ -32,11 +32,11 @@ def groups_up_to(
     group: list[Item] = []
     total = 0.0
     for item in items:
-        total += (added := size(item))
-        if group and total > limit:
+        if group and total + size(item) > limit:
             yield group
-            group, total = [], added
+            group, total = [], 0.0
         group.append(item)
+        total += size(item)
     if group:
         yield group
 
