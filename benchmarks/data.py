@@ -4,7 +4,8 @@ The text is the docstrings of the installed packages, repeated under other ids u
 32,768 words that is trained on them. Each part runs in its own process, with two threads or workers:
 
     encode      `encode_batch` of `tokenizers` over texts in memory
-    convert     `biphasic convert`: reading Parquet, tokenizing, packing, compressing, writing, hashing
+    convert     `biphasic convert`: reading Parquet, tokenizing with gigatoken, packing, compressing, writing, hashing
+    tokenizers  the same, tokenizing with `tokenizers`
     plain       a common converter: one process, one text at a time, concatenate and chop, MDSWriter
 
 Memory is the peak of all of convert's processes, at the requested size and at ten times that size. Rates count the tokens
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +106,14 @@ def encode(text: Path, tokenizer: Path) -> dict[str, float]:
     return {"tokens": tokens, "seconds": seconds, "start": 0.0}
 
 
-def convert(text: Path, tokenizer: Path) -> dict[str, float]:
+def convert(text: Path, tokenizer: Path, backend: str = "gigatoken") -> dict[str, float]:
     output = FOLDER / "converted"
     shutil.rmtree(output, ignore_errors=True)
     yaml = FOLDER / "convert.yaml"
     yaml.write_text(
         f"job: convert\nsource: {{kind: files, paths: ['{text}']}}\noutput: {output}\ntokenizer: {tokenizer}\n"
         f"sequence_length: {LENGTH}\nvalidation_fraction: 0.01\nunit_bytes: {UNIT_BYTES}\n"
-        f"cluster: {{workers: {THREADS}}}\n"
+        f"cluster: {{workers: {THREADS}}}\ntokenizer_backend: {backend}\n"
     )
     start = time.time()
     command = [sys.executable, "-m", "biphasic", "convert", str(yaml)]
@@ -188,7 +190,13 @@ def plain(text: Path, tokenizer: Path) -> dict[str, float]:
     return {"tokens": tokens, "seconds": seconds, "start": 0.0}
 
 
-PARTS: dict[str, Callable[[Path, Path], dict[str, float]]] = {"encode": encode, "convert": convert, "plain": plain}
+def convert_with_tokenizers(text: Path, tokenizer: Path) -> dict[str, float]:
+    return convert(text, tokenizer, "tokenizers")
+
+
+PARTS: dict[str, Callable[[Path, Path], dict[str, float]]] = {
+    "encode": encode, "convert": convert, "tokenizers": convert_with_tokenizers, "plain": plain,
+}  # fmt: skip
 
 
 def part(name: str, text: Path, tokenizer: Path) -> dict[str, float]:
@@ -220,9 +228,14 @@ def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row("`encode_batch` alone, 2 threads", best["encode"], rate(best["encode"])),
         row("plain converter, 1 process", best["plain"], rate(best["plain"])),
     ]
+    name = f"`biphasic convert` with tokenizers, {megabytes:,} MB, 2 workers"
+    rows.append(row(name, best["tokenizers"], rate(best["tokenizers"])))
     for size, result in ((megabytes, best["convert"]), (10 * megabytes, large)):
         if result is not None:
-            name, start = f"`biphasic convert`, {size:,} MB, 2 workers", result["start"]
+            name, start = (
+                f"`biphasic convert` with gigatoken {version('gigatoken')}, {size:,} MB, 2 workers",
+                result["start"],
+            )
             rows.append(row(name, result, rate(result)))
             rows.append(row(f"{name}, with its start of {start:.0f} s", result, result["tokens"] / result["seconds"]))
     if large is not None:

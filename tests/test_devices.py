@@ -151,3 +151,17 @@ print(imported, torch._C._accelerator_getAllocatorSettings())
         [sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines()[-1:] == [f"[False] {GROWING}"], done.stderr
+
+
+def test_composer_starts_without_the_packages_of_image_and_audio_metrics() -> None:
+    code = (
+        "import sys, torch\nfrom biphasic.devices import import_torchmetrics\nimport_torchmetrics()\nimport composer\n"
+        "import biphasic.training.recipe\n"
+        "print(sorted({'scipy', 'matplotlib'} & set(sys.modules)))\n"
+        "from lightning_utilities.core import imports\nfrom torchmetrics.classification import MulticlassAccuracy\n"
+        "print(imports.package_available('scipy'), bool(imports.RequirementCache('scipy')))\n"
+        "metric = MulticlassAccuracy(3)\nmetric.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))\n"
+        "print(metric.compute().item())\nimport scipy.stats\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines() == ["[]", "True True", "0.5"], run.stderr

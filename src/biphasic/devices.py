@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -23,6 +24,8 @@ _FULL_GPU = re.compile(
     r"(CUDA|HIP) error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory|(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|"
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
+_UNUSED = re.compile(r"(scipy|matplotlib|scienceplots|torchvision|transformers|PIL|sentencepiece)\b.*")
+"""Requirements that torchmetrics would import, and Composer's trainer and the metrics of language models don't use."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -33,6 +36,29 @@ def set_allocators() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def import_torchmetrics() -> None:
+    """Import torchmetrics, as Composer does, without the packages that only metrics of images and audio use: 2 s less.
+
+    Metrics that need one of them can't be imported in this process then; the packages can.
+    """
+    if "torchmetrics" in sys.modules or importlib.util.find_spec("torchmetrics") is None:
+        return
+    from lightning_utilities.core import imports
+
+    is_installed, check = imports.package_available, imports.RequirementCache._check_requirement
+
+    def check_used(cache: imports.RequirementCache) -> None:
+        check(cache)
+        cache.available &= not _UNUSED.fullmatch(cache.requirement or "")
+
+    imports.package_available = lambda name: not _UNUSED.fullmatch(name) and is_installed(name)
+    imports.RequirementCache._check_requirement = check_used
+    try:
+        import torchmetrics  # noqa: F401
+    finally:
+        imports.package_available, imports.RequirementCache._check_requirement = is_installed, check
 
 
 def rank_device() -> Device:

@@ -32,11 +32,11 @@ def groups_up_to(
     group: list[Item] = []
     total = 0.0
     for item in items:
-        if group and total + size(item) > limit:
+        total += (added := size(item))
+        if group and total > limit:
             yield group
-            group, total = [], 0.0
+            group, total = [], added
         group.append(item)
-        total += size(item)
     if group:
         yield group
 

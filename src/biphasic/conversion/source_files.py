@@ -64,7 +64,7 @@ def kind_of(path: str) -> str:
 
 def is_readable(path: str) -> bool:
     """Return whether a file has a name of a kind that is read."""
-    return "." in path and kind_of(path) in KINDS and not (kind_of(path) == "parquet" and compression_of(path))
+    return "." in path and (kind := kind_of(path)) in KINDS and not (kind == "parquet" and compression_of(path))
 
 
 def _is_read_whole(file: SourceFile) -> bool:

@@ -98,7 +98,7 @@ def find_files(source: FilesSource) -> Sources:
     # A file may be found by several paths: through links, or as `texts/a.txt` and `./texts/a.txt`.
     def place(name: str) -> str:
         folder, base = os.path.split(name)
-        return name if is_remote(name) else real(name) if os.path.islink(name) else os.path.join(real(folder), base)
+        return name if is_remote(name) else real(name) if os.path.islink(name) else f"{real(folder)}/{base}"
 
     by_place = {place(name): file for name, file in sorted(files.items(), reverse=True)}
     by_path = sorted(by_place.values(), key=lambda file: file.path)

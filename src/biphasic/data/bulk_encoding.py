@@ -16,8 +16,8 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line
 
 Backend = Literal["tokenizers", "gigatoken"]
-_RENEWED_AFTER = 1 << 28
-"""Characters after which gigatoken's cache of words, which has no limit, is emptied: 0.2 s for 32,768 words (two cores)."""
+_RENEWED_AFTER = 1 << 27
+"""Characters after which gigatoken's cache of words is emptied. It has no limit: 1.3 GB for words that never repeat."""
 _SHOWN = 60
 
 

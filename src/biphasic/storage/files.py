@@ -119,7 +119,7 @@ class LocalStore:
 
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
-        return _stat(os.path.join(self.root, require_inside(name)))
+        return _stat(f"{self._folder}/{require_inside(name)}")
 
     def read(self, name: str) -> bytes:
         return self._path(name).read_bytes()
