@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.read import read_tree
 from biphasic.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,27 @@ def test_a_message_places_a_key_where_it_was_written() -> None:
     assert f"{QUICKSTART}:" not in message
     line = QUICKSTART.read_text().splitlines().index("  num_heads: 2") + 1
     assert f"{QUICKSTART}:{line}: model.num_heads: " in problems(QUICKSTART, "model={hidden_size: 129}")
+
+
+def test_sections_without_interpolations_are_what_omegaconf_makes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets only the others, unless an interpolation may refer to any section."""
+    given, create = [], OmegaConf.create
+    tree = read_tree(ROOT / "yamls" / "210m_biphasic.yaml", ["run_name=x", "output=a"])
+    monkeypatch.delenv("BUCKET", raising=False)
+    monkeypatch.setattr(OmegaConf, "create", lambda content: given.append(content) or create(content))
+    content = tree.content()
+    assert content["checkpoint"]["folder"] == "a/x/checkpoints" and "objective" in content
+    assert {"objective", "optimizer", "schedule"}.isdisjoint(given[-1]) and {"data", "checkpoint", "output"} <= given[
+        -1
+    ].keys()
+    assert content == OmegaConf.to_container(create(tree.merged), resolve=True) and list(content) == list(tree.merged)
+    content["objective"]["phases"].clear()
+    assert tree.merged["objective"]["phases"], "the content is a copy"
+    for text, expected in (("${data.folder}", "b"), ("${oc.select:data.folder}", "b"), ("${.folder}", "b")):
+        tree.update("data.folder", "b", {})
+        tree.update("data.cache", text, {})
+        assert tree.content()["data"]["cache"] == expected
+        assert given[-1].keys() == tree.merged.keys()
 
 
 def test_problems_stay_what_they_are_in_another_process() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.history import history_of
 from biphasic.config.load import dump, load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import ConfigError, UserError
 from biphasic.model.architecture import PRESETS
+from biphasic.study import tree
 from biphasic.study.plan import StudyPlan, describe_plan, plan_study, retained_batches
 from biphasic.study.run import resolved
 from biphasic.study.tree import StudyRun, study_tree
@@ -181,6 +183,16 @@ def test_a_resolved_run_keeps_what_others_start_from(study: StudyConfig, configs
     ]
     config = resolved(study, tree["610m-clm-42k"], configs["610m-clm-42k"], None)
     assert {int(time.value) for time in config.checkpoint.keep_at} >= {3000, 32000}
+
+
+def test_a_history_is_made_once_for_each_model(
+    configs: dict[str, PretrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each of the pairs."""
+    made = []
+    monkeypatch.setattr(tree, "history_of", lambda config: made.append(config.run_name) or history_of(config))
+    study_tree(configs, {})
+    assert made == list(configs) and len(made) == 38
 
 
 def test_the_plan_is_fast_and_needs_neither_torch_nor_a_network() -> None:

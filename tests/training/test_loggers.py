@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+import tracemalloc
 from pathlib import Path
+from random import Random
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +16,7 @@ from composer.core import Timestamp
 
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.training.loggers import JSONLLogger, WandBRunLogger, loggers
-from biphasic.training.metrics_file import read_metrics
+from biphasic.training.metrics_file import read_columns, read_metrics
 from helpers.local_trackers import keep_local
 
 
@@ -48,6 +52,48 @@ def test_a_run_that_begins_again_is_not_mixed_with_the_earlier_one(tmp_path: Pat
     again = [{"batch": batch, "tokens": batch, "time": 2.0, "loss/train/total": 2.0} for batch in range(1, 5)]
     path.write_text("\n".join(map(json.dumps, lines + again)))
     assert read_metrics(path) == again
+
+
+def test_columns_are_the_metrics_of_each_batch(tmp_path: Path) -> None:
+    """With attempts that begin anywhere, validations of batches that are trained later or never, and broken lines."""
+    path, random = tmp_path / "metrics.jsonl", Random(0)
+    for _ in range(300):
+        batch, lines = 0, list[str]()
+        for _ in range(random.randrange(40)):
+            batch = random.randrange(batch + 1) if random.random() < 0.15 else batch + 1
+            entry: dict[str, float | None] = {"batch": batch, "time": 1.0}
+            if random.random() < 0.8:
+                entry |= {
+                    "loss/train/total": random.random(),
+                    f"loss/train/{random.choice(('clm', 'mlm'))}": random.random(),
+                }
+            else:
+                entry |= {
+                    "batch": batch + random.randrange(2),
+                    "metrics/clm/loss": random.choice((2.0, math.nan, None)),
+                }
+            lines.append(json.dumps(entry)[: 5 if random.random() < 0.1 else None])
+        path.write_text("\n".join(lines))
+        found, each = read_columns(path, re.compile("loss/train/.*|metrics/.*")), read_metrics(path)
+        assert found.pop("batch").tolist() == [entry["batch"] for entry in each]
+        keys = {key for entry in each for key in entry if "/" in key}
+        assert keys <= found.keys()
+        for key, values in found.items():
+            expected = [math.nan if entry.get(key) is None else entry[key] for entry in each]
+            assert values.tolist() == pytest.approx(expected, abs=0, nan_ok=True)
+
+
+def test_columns_take_the_memory_of_their_values(tmp_path: Path) -> None:
+    """Not of the file, whose lines have twenty keys more."""
+    path, more = tmp_path / "metrics.jsonl", {f"time/{number}": 0.123456789 for number in range(20)}
+    with path.open("w") as file:
+        for batch in range(1, 20_001):
+            file.write(json.dumps({"batch": batch, "time": 1.0, "loss/train/total": 2.0, **more}) + "\n")
+    tracemalloc.start()
+    assert len(read_columns(path, re.compile("loss/train/total"))["batch"]) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * 16 * 20_000 < path.stat().st_size / 4
 
 
 def test_a_run_that_resumes_stays_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from biphasic.config.base import flatten, within
 from biphasic.config.phase_inputs import PhaseInputs, phase_key
@@ -74,10 +74,16 @@ def compare_histories(
     in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
     then the earliest possible one: a batch has at most `BatchShapes`' tokens, an epoch at least one batch.
     """
+    return first_difference(history_of(first), history_of(second), overrides)
+
+
+def first_difference(first: History, second: History, overrides: Sequence[str] = ()) -> Difference | None:
+    """Return what `compare_histories` does, of two runs that are compared with many others."""
     if constants := _constant_differences(first, second, overrides):
         return constants[0]
-    histories = [(_phases(config), _rates(config)) for config in (first, second)]
-    compared = [_compare_parts(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
+    compared = [
+        _compare_parts(first, second, *parts, overrides) for parts in zip(first.parts, second.parts, strict=True)
+    ]
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
@@ -89,20 +95,18 @@ def compare_pasts(
     first: PretrainConfig, second: PretrainConfig, last_batch: TrainingProgress, overrides: Sequence[str] = ()
 ) -> list[Difference]:
     """Return the differences in batches up to the one that began at `last_batch`: all constant keys, or one other key."""
-    found = _constant_differences(first, second, overrides) or [compare_histories(first, second, overrides)]
+    histories = history_of(first), history_of(second)
+    found = _constant_differences(*histories, overrides) or [first_difference(*histories, overrides)]
     return [difference for difference in found if difference is not None and difference.is_past(last_batch)]
 
 
-def _constant_differences(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str]) -> list[Difference]:
+def _constant_differences(first: History, second: History, overrides: Sequence[str]) -> list[Difference]:
     """Return the differing keys that affect every batch, in alphabetical order."""
-    before, now = (
-        dict(flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True)))
-        for config in (first, second)
-    )
+    before, now = first.constants, second.constants
     return [
         Difference(0, key, *(repr(each[key]) if key in each else "nothing" for each in (before, now)), times=(START,))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not is_overridden(key, overrides)
+        for key in sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if not is_overridden(key, overrides)
     ]
 
 
@@ -129,6 +133,26 @@ class _Part:
 
 
 _NO_PART = _Part(START, {}, {})
+
+
+class History(NamedTuple):
+    """What decides a run's batches: constant keys, the parts of phases and of the schedule, and its end.
+
+    `end` is in the YAML's unit, `last` in batches, tokens or epochs.
+    """
+
+    constants: dict[str, Any]
+    parts: tuple[list[_Part], list[_Part]]
+    end: Duration
+    last: Duration
+    shapes: BatchShapes
+
+
+def history_of(config: PretrainConfig) -> History:
+    """Return the history of a checked configuration."""
+    constants = flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True))
+    end, parts = config.max_duration, (_phases(config), _rates(config))
+    return History(dict(constants), parts, end, _first_batch(end, config), config.batch_shapes)
 
 
 def _phases(config: PretrainConfig) -> list[_Part]:
@@ -198,11 +222,10 @@ def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
 
 
 def _compare_parts(
-    first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
+    first: History, second: History, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
     """Return the first difference between the phases or the schedules of two runs."""
-    shapes = [config.batch_shapes for config in (first, second)]
-    ends = [_first_batch(config.max_duration, config) for config in (first, second)]
+    shapes, ends = (first.shapes, second.shapes), (first.last, second.last)
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]
         keys = keys[:1] if _NO_PART in (old, new) else keys
@@ -212,7 +235,7 @@ def _compare_parts(
             reached = [all(map(_may_reach, ends, [time, time], shapes)) for time in later]
             times = tuple(itertools.compress(later, reached))
             batches = [_earliest(time, shape) for time in times for shape in shapes]
-            texts = old.text(key, first.max_duration), new.text(key, second.max_duration)
+            texts = old.text(key, first.end), new.text(key, second.end)
             return Difference(min(batches), key, *texts, times) if times else None
     return None
 

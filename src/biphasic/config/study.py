@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_left
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -228,12 +229,13 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
         base.update("job", "pretrain", {})
     else:
         base = read_tree(study.base_file, [])
-    _apply(study.base_keys, "base", base, written)
+    places = sorted(written.where.items())
+    _apply(study.base_keys, "base", base, written, places)
     configs: dict[str, PretrainConfig] = {}
     problems: dict[str, list[Problem]] = {}
     for name in study.models:
         try:
-            configs[name] = _expand(study, name, base, written, ranks)
+            configs[name] = _expand(study, name, base, written, places, ranks)
         except ConfigError as error:
             problems[name] = error.problems
     if problems:
@@ -241,14 +243,16 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
     return configs
 
 
-def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, ranks: int) -> PretrainConfig:
+def _expand(
+    study: StudyConfig, name: str, base: KeyTree, written: KeyTree, places: list[tuple[str, str]], ranks: int
+) -> PretrainConfig:
     tree, place = deepcopy(base), written.source(f"models.{name}")
     continued = study.continues.get(name)
     if continued is not None:
         tree.merged.pop("model", None)
         tree.update("model.init_from", study.checkpoints_of(continued), {"model": place})
     keys = {key: value for key, value in study.models[name].items() if key != CONTINUES}
-    _apply(keys, f"models.{name}", tree, written)
+    _apply(keys, f"models.{name}", tree, written, places)
     own = {"run_name": name, "output": study.local_folder, "checkpoint.folder": study.checkpoints_of(name)}
     for key, value in own.items():
         tree.update(key, escape_interpolations(value), {key: place})
@@ -265,11 +269,14 @@ def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, rank
     return config
 
 
-def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree) -> None:
-    """Merge dotted or nested keys into `tree`. `prefix` is their key in the study."""
+def _apply(
+    keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree, places: list[tuple[str, str]]
+) -> None:
+    """Merge dotted or nested keys into `tree`. `prefix` is their key in the study; `places` is sorted `written.where`."""
+    own = places[bisect_left(places, (f"{prefix}.",)) : bisect_left(places, (f"{prefix}/",))]  # "/" comes after "."
     for key, value in keys.items():
         above = f"{prefix}.{key}"
-        below = {k.removeprefix(f"{prefix}."): at for k, at in written.where.items() if within(k, above)}
+        below = {k.removeprefix(f"{prefix}."): at for k, at in own if within(k, above)}
         tree.update(key, escape_interpolations(value), {key: written.source(above), **below})
 
 

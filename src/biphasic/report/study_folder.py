@@ -9,7 +9,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import pandas as pd
 import yaml
@@ -20,10 +22,10 @@ from biphasic.config.model_names import Facets, facets_of_models
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError, first_line
 from biphasic.report.scores import chosen_scores, read_sweep, trial_table
-from biphasic.report.study_losses import loss_events, loss_points, loss_table
-from biphasic.storage import Store, join, open_store, user_errors
+from biphasic.report.study_losses import LOSS, loss_events, loss_points, loss_table
+from biphasic.storage import Store, is_remote, join, open_store, user_errors
 from biphasic.sweep.records import GRID_FILE, Grid
-from biphasic.training.metrics_file import parse_metrics
+from biphasic.training.metrics_file import read_columns
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -64,7 +66,7 @@ def read_study(folders: Sequence[str], models: Sequence[str] | None = None) -> S
     for run, config in configs.items():
         if f"{run}/{METRICS_FILE}" in files:
             base_steps = facets[run].base_steps if run in facets else 0
-            metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
+            metrics = _read_losses(files[f"{run}/{METRICS_FILE}"], f"{run}/{METRICS_FILE}")
             losses += [loss_points(run, metrics, base_steps), loss_events(run, config, base_steps)]
     return Study(facets, notes, scores, pd.concat(losses, ignore_index=True))
 
@@ -91,6 +93,14 @@ def _files(folders: Sequence[str], models: Sequence[str] | None) -> dict[str, St
 def _read(files: Mapping[str, Store], name: str) -> bytes:
     with user_errors(f"{join(files[name].root, name)}: can't be read"):
         return files[name].read(name)
+
+
+def _read_losses(store: Store, name: str) -> dict[str, Any]:
+    with user_errors(f"{join(store.root, name)}: can't be read"), TemporaryDirectory() as folder:
+        file = Path(folder, METRICS_FILE) if is_remote(store.root) else Path(store.root, name)
+        if is_remote(store.root):
+            store.download(name, file)
+        return read_columns(file, LOSS)
 
 
 def _named(files: Iterable[str], base: str) -> list[str]:

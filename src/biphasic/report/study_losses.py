@@ -23,7 +23,7 @@ MAX_POINTS = 200
 MIN_BATCHES = 5
 """Minimum number of batches in a point: the interval of the mean of two or three is very wide."""
 COLUMNS = ["run", "kind", "objective", "step", "loss", "half_width", "batches"]
-_LOSS = re.compile(r"loss/train/(?P<trained>(?!.*_bits_per_byte$).+)|metrics/(?P<validated>.+)/loss")
+LOSS = re.compile(r"loss/train/(?P<trained>(?!.*_bits_per_byte$).+)|metrics/(?P<validated>.+)/loss")
 _MARKERS = {"switch": "D", "decay": "v"}
 
 
@@ -33,17 +33,17 @@ def loss_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return table.astype(dict.fromkeys(("step", "loss", "half_width", "batches"), float))
 
 
-def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int) -> pd.DataFrame:
-    """Return a run's losses in nats per predicted token, with `COLUMNS`, from its metrics for each batch.
+def loss_points(run: str, metrics: Any, base_steps: int) -> pd.DataFrame:
+    """Return a run's losses in nats per predicted token, with `COLUMNS`, from arrays by key or each batch's metrics.
 
     NaN and Inf are left out. A `training` loss is the mean over a window of batches; `half_width` is that of its 95%
     interval, and `step` the mean step, counted from `base_steps`. A `validation` loss is that of a single validation.
     """
-    table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
-    width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
+    table = pd.DataFrame(metrics)
+    width = max(math.ceil(len(table) / MAX_POINTS), MIN_BATCHES)
     parts = [loss_table([])]
     for key in sorted(table.columns):
-        match = _LOSS.fullmatch(str(key))
+        match = LOSS.fullmatch(str(key))
         if match is not None and match[0] != "loss/train/total":
             kind, objective = "validation" if match["validated"] else "training", match["validated"] or match["trained"]
             finite = table[np.isfinite(table[key].astype(float))]

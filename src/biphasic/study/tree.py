@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from biphasic.config.history import compare_histories
+from biphasic.config.history import first_difference, history_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import UserError
@@ -67,11 +67,16 @@ def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, st
     """Build the tree of these configurations, as `build_tree` does from the batches that they share."""
     lengths = {name: config.batch_shapes.batches(config.max_duration) for name, config in configs.items()}
     decays = {name: c.batch_shapes.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
+    histories = {name: history_of(config) for name, config in configs.items()}
+    streams = {name: config.data.streams for name, config in configs.items()}
 
     def shared(first: str, second: str) -> int:
-        if configs[first].data.streams != configs[second].data.streams:
+        if histories[first].constants != histories[second].constants or streams[first] != streams[second]:
             return 0  # a run compares its data by hash, and a study by path, since the data may not exist yet
-        difference, shorter = compare_histories(configs[first], configs[second]), min(lengths[first], lengths[second])
+        difference, shorter = (
+            first_difference(histories[first], histories[second]),
+            min(lengths[first], lengths[second]),
+        )
         batches = shorter if difference is None else difference.batch
         if difference is not None and batches - 1 in (decays[first], decays[second]):
             # The first batch of a decay still has the full learning rate. Sharing it would need another checkpoint, one

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
 
 from biphasic.grouping import mapped_ahead
 from biphasic.storage import Store
@@ -24,7 +31,7 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
     earlier attempt has trained: such a run began again, perhaps with another length. Incomplete lines are skipped.
     """
     batches, newest = dict[int, dict[str, Any]](), 0
-    for entry in _entries(text):
+    for entry in _entries(text.splitlines()):
         if _TRAINED in entry:
             if entry["batch"] < newest:
                 batches = {batch: metrics for batch, metrics in batches.items() if batch < entry["batch"]}
@@ -33,6 +40,33 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
         batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
     return [batches[batch] for batch in sorted(batches)]
+
+
+def read_columns(path: Path, chosen: re.Pattern[str]) -> dict[str, Any]:
+    """Return the metrics whose keys match, of each batch as `parse_metrics` does: arrays by key, fp64, and `batch`, int64.
+
+    A missing value is NaN. The file is read line by line, so only the arrays take memory.
+    """
+    batches, columns, seen, newest = array("q"), dict[str, Any](), set[str](), 0
+    with path.open("rb") as lines:
+        for entry in _entries(lines):
+            batch, at, is_trained = entry["batch"], bisect_left(batches, entry["batch"]), _TRAINED in entry
+            if is_trained and batch < newest:
+                for column in (batches, *columns.values()):
+                    del column[at:]
+            newest = batch if is_trained else newest
+            for key in entry.keys() - seen:
+                columns |= {key: array("d", [math.nan]) * len(batches)} if chosen.fullmatch(key) else {}
+                seen.add(key)
+            if is_new := batch not in batches[at : at + 1]:
+                batches.insert(at, batch)
+            for key, column in columns.items():
+                value = math.nan if entry.get(key) is None else entry[key]
+                if is_new:
+                    column.insert(at, value)
+                elif is_trained or key in entry:
+                    column[at] = value
+    return {name: np.array(column) for name, column in {"batch": batches, **columns}.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -46,7 +80,7 @@ def read_scores(folder: Store) -> list[dict[str, Any]]:
     return sorted(map(json.loads, mapped_ahead(folder.read, names, 16)), key=lambda record: record["batch"])
 
 
-def _entries(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        with suppress(json.JSONDecodeError):
-            yield json.loads(line)
+def _entries(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):  # it may end within a character
+            yield from_json(line)  # three times as fast as Python's
