@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +86,41 @@ def test_attempts_of_one_second_are_read_in_their_order(tmp_path: Path) -> None:
         names.append(lock.acquire(1))
         lock.release("finished")
     assert [attempt["attempt"] for attempt in read_attempts(open_store(str(tmp_path)))] == names
+
+
+def test_attempts_are_read_in_their_order_when_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for hour in (12, 11, 11, 13, 9):
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, zone: Any = None) -> datetime:
+                return datetime(2026, 11, 28, hour, tzinfo=zone)  # noqa: B023 - used before the next hour
+
+        monkeypatch.setattr(module, "datetime", Clock)
+        lock = RunLock(str(tmp_path))
+        names.append(lock.acquire(1))
+        lock.release("finished")
+    attempts = read_attempts(open_store(str(tmp_path)))
+    assert [attempt["attempt"] for attempt in attempts] == names
+    assert [attempt["since"][11:13] for attempt in attempts] == ["12", "11", "11", "13", "09"]
+
+
+def test_a_reason_stays_though_the_attempt_was_killed_before_it_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunLock(str(tmp_path))
+    lock.acquire(1)
+    lock.record_reason("the disk is full")
+    lock._closing.set()
+    monkeypatch.setattr(module, "is_alive_here", lambda process: False)
+    again = RunLock(str(tmp_path))
+    again.acquire(1)
+    again.release("finished")
+    reasons = [attempt["reason"] for attempt in read_attempts(open_store(str(tmp_path)))]
+    assert reasons == ["the disk is full", "finished"]
 
 
 def test_a_lock_without_heartbeat_expires(tmp_path: Path) -> None:

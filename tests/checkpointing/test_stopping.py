@@ -265,3 +265,32 @@ def test_ctrl_c_is_recorded_in_plain_words(write_yaml: Write) -> None:
     assert job.wait(60).returncode == 130
     [attempt] = read_attempts(open_store(str(folder / "checkpoints")))
     assert attempt["reason"] == "interrupted with Ctrl-C (SIGINT), without saving"
+
+
+def test_a_rank_whose_loader_was_killed_ends_soon(write_yaml: Write, tmp_path: Path) -> None:
+    """The other loaders wait for it, as in Streaming's barrier, and would survive SIGTERM while the run trains."""
+    path = write_yaml(max_duration="2000ba", checkpoint__interval="5000ba", data__num_workers=4)
+    code = f"""
+import os, pathlib, signal, time
+from torch.utils.data import get_worker_info
+from biphasic.data.streaming import RowDataset
+read, killed = RowDataset.__getitem__, pathlib.Path({str(tmp_path / "killed")!r})
+def read_or_wait(self, at):
+    if killed.exists():
+        if os.environ["RANK"] == "1" and get_worker_info().id == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    return read(self, at)
+RowDataset.__getitem__ = read_or_wait
+"""
+    job, folder = start(path, processes=2, code=code), Path(config_of(path).output) / "run"
+    wait_for_batch(folder, 3, job)
+    (tmp_path / "killed").touch()
+    begin = time.monotonic()
+    run = job.wait(200)
+    assert run.returncode == 1
+    assert time.monotonic() - begin < 10
+    [attempt] = read_attempts(open_store(str(folder / "checkpoints")))
+    assert re.match(
+        r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed", attempt["reason"]
+    )

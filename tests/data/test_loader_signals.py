@@ -1,4 +1,4 @@
-"""Loader processes end with the process that they load for."""
+"""Loader processes survive the signals that end a run from their start on, and end with the process that they load for."""
 
 from __future__ import annotations
 
@@ -24,6 +24,76 @@ class Waits(IterableDataset):
 
 next(iter(DataLoader(Waits(), num_workers=1, worker_init_fn=handle_loader_signals)))
 """
+
+START = """
+import os, signal, time
+from biphasic.data.loader_signals import SIGNALS, Loader, end_loaders, handle_loader_signals, keep_loaders
+
+taken = []
+for number in SIGNALS:  # as `StopCoordinator` does
+    signal.signal(number, lambda number, frame: taken.append(number))
+rank = os.getpid()
+sender = os.fork()
+if not sender:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == rank:
+        for number in SIGNALS:
+            os.killpg(0, number)
+        time.sleep(0.0005)
+    os._exit(0)
+for _ in range(50):
+    keep_loaders()
+    loader = Loader(range(4), num_workers=2, worker_init_fn=handle_loader_signals, multiprocessing_context="fork")
+    batches = iter(loader)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+    assert len(list(batches)) == 4
+    end_loaders()
+os.kill(sender, signal.SIGKILL)
+print(len(taken))
+"""
+STUCK = """
+import multiprocessing, os, signal, time
+from torch.utils.data import IterableDataset
+from biphasic.data.loader_signals import Loader, end_loaders, handle_loader_signals, keep_loaders
+
+class Waits(IterableDataset):
+    def __iter__(self):
+        yield 1
+        while True:  # for a loader that was killed
+            time.sleep(0.01)
+
+keep_loaders()
+loader = Loader(Waits(), num_workers=4, worker_init_fn=handle_loader_signals, multiprocessing_context="fork")
+batches = iter(loader)
+next(batches)
+os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+try:
+    [*batches]
+except RuntimeError as error:
+    assert "exited unexpectedly" in str(error), error
+start = time.monotonic()
+end_loaders()
+batches._shutdown_workers()
+print(time.monotonic() - start)
+"""
+
+
+def run_alone(code: str) -> str:
+    """Run Python in a process group of its own, and return what it prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(command, env=environment, start_new_session=True, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_signals_to_all_processes_while_loaders_start_end_none() -> None:
+    assert int(run_alone(START)) > 50
+
+
+def test_loaders_that_wait_for_a_killed_one_end_soon() -> None:
+    assert float(run_alone(STUCK)) < 5
 
 
 def test_a_loader_that_waits_for_others_ends_with_its_rank() -> None:

@@ -16,7 +16,8 @@ from streaming.base.constant import LOCALS
 from streaming.base.shared import SharedMemory, prefix
 
 from biphasic.data.shared_memory import remove_stale_shared_memory
-from helpers.tiny import write_rows
+from conftest import Write
+from helpers.tiny import launch, write_rows
 
 JOB = """
 import os, signal, sys
@@ -149,3 +150,25 @@ def test_memory_without_a_lock_file_is_another_program_s() -> None:
     remove_stale_shared_memory()
     assert Path(f"/dev/shm/{number}_{LOCALS}").exists()
     other.cleanup()
+
+
+def test_a_run_whose_loaders_are_open_leaves_nothing(write_yaml: Write, tmp_path: Path) -> None:
+    """Loader processes are forks, which hold their rank's locks: of the validation's as of the training's."""
+    validation = {"local": str(tmp_path / "data" / "validation")}
+    path = write_yaml(max_duration="4ba", schedule={}, objective__phases=[{"name": "clm"}], data__num_workers=2,
+                      data__validation=validation, evaluation={"interval": "2ba", "batch_size": 2})  # fmt: skip
+    code = f"""
+from biphasic.data import shared_memory
+take = shared_memory._take_free_number
+def note(folders):
+    number, reserved = take(folders)
+    with open({str(tmp_path / "numbers")!r}, "a") as file:
+        print(f"{{number:06}}", file=file)
+    return number, reserved
+shared_memory._take_free_number = note
+"""
+    run = launch(path, code=code)
+    assert run.returncode == 0, run.stderr[-3000:]
+    numbers = (tmp_path / "numbers").read_text().split()
+    assert len(numbers) == 2
+    assert [name for name in os.listdir("/dev/shm") if any(number in name for number in numbers)] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,80 @@ def test_a_damaged_local_shard_stops_the_loader_and_is_kept(tmp_path: Path) -> N
     assert path.read_bytes() == content
 
 
+CHANGES: dict[str, tuple[Callable[[bytearray], bytes], str]] = {
+    "a bit": (
+        lambda content: content[:-50] + bytes([content[-50] ^ 1]) + content[-49:],
+        "the xxh64 of FILE is not the one",
+    ),
+    "shorter": (lambda content: content[:900], "FILE has 900 bytes instead of the 1,"),
+    "longer": (lambda content: content + bytes(9), "FILE has 1,"),
+    "empty": (lambda content: b"", "FILE has 0 bytes instead of the 1,"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", ["unpacked", "stored", "cache"])
+def test_a_shard_that_was_changed_on_this_machine_is_not_read(
+    s3: Path, tmp_path: Path, change: str, place: str
+) -> None:
+    """Also if it was read by an earlier start; what can be made again is made again by the next."""
+    made = write_numbered(tmp_path / "made", 200, compression=None if place == "stored" else "zstd")
+    config = data(made)
+    if place == "cache":
+        remote = upload(made, bucket_for(s3, f"changed-{change.replace(' ', '-')}"), "out/train")
+        made = tmp_path / "cache"
+        config = data(remote, local=str(made))
+    assert sorted(numbers(open_rows(config))) == list(range(200))
+    release_streaming()
+    file = made / "shard.00007.mds"
+    content = bytearray(file.read_bytes())
+    changed, problem = CHANGES[change]
+    file.write_bytes(changed(content))
+    read: list[int] = []
+    with pytest.raises(ShardError) as caught:
+        read.extend(number for batch in open_rows(config) for number in numbers([batch]))
+    stored = f"{config.streams['data.train'].remote or made}/shard.00007.mds" + ".zstd" * (place != "stored")
+    problem = problem.replace("FILE", str(file))
+    assert str(caught.value).startswith(f"shard {stored}: is damaged: {problem}")
+    assert f" in {made}/index.json; none of its rows were used; " in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not set(read) & set(range(140, 160))
+    del caught
+    release_streaming()
+    if place == "stored":
+        assert file.read_bytes() == changed(content)
+    else:  # another thread may have unpacked it again already
+        assert not file.exists() or file.read_bytes() == content
+        assert sorted(numbers(open_rows(config))) == list(range(200))
+        assert file.read_bytes() == content
+
+
+def test_a_shard_is_compared_once_by_all_processes_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, hashed = write_numbered(tmp_path / "made", 200), tmp_path / "hashed"
+    digest = hashlib.file_digest
+
+    def note(file: Any, name: Any) -> Any:
+        with hashed.open("a") as notes:
+            notes.write("one\n")
+        time.sleep(0.1)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", note)
+    assert sorted(numbers(open_rows(data(made, num_workers=4)))) == list(range(200))
+    assert hashed.read_text().split() == ["one"] * 10
+
+
+def test_a_shard_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    made = write_numbered(tmp_path / "made", 200)
+    batches = iter(open_rows(data(made), train=False))
+    next(batches)
+    (made / "shard.00000.mds").write_bytes(b"")
+    with pytest.raises(ShardError, match=r"^shard .*made/shard\.00000\.mds: was changed while it was read \(.+\)$"):
+        numbers(batches)
+
+
 def test_a_missing_shard_is_named(s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bucket_for(s3, "gone")
     remote = upload(write_numbered(tmp_path / "made", 200), bucket, "out/train")
@@ -236,6 +312,20 @@ def test_a_damaged_shard_stops_a_run_of_two_ranks_in_one_line(s3: Path, tmp_path
     assert run.returncode == 2
     assert (run.stderr + run.stdout).count(f"shard {remote}/{last}: is damaged") == 1
     assert "Traceback" not in run.stderr
+
+
+def test_a_run_whose_unpacked_shard_was_changed_ends_with_status_2(tmp_path: Path, write_yaml: Write) -> None:
+    path = write_yaml(data__num_workers=2, max_duration="4ba", objective__phases=[{"name": "clm"}], schedule={})
+    assert launch(path).returncode == 0
+    for file in (tmp_path / "data" / "train").glob("*.mds"):
+        file.write_bytes(file.read_bytes()[:-1])
+    run = launch(path, "run_name=again")
+    assert run.returncode == 2
+    assert (run.stderr + run.stdout).count("bytes instead of the") >= 1
+    assert "Traceback" not in run.stderr, run.stderr
+    # The other loader process may have unpacked a shard again, and read it.
+    trained = losses(tmp_path / "runs" / "again")
+    assert trained == losses(tmp_path / "runs" / "run")[: len(trained)] and len(trained) < 4
 
 
 def test_the_cache_of_another_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -109,15 +110,23 @@ def test_number_type_does_not_matter() -> None:
 
 
 def test_similarities_exist_for_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, keys = [], module._keys
-    monkeypatch.setattr(module, "_keys", lambda scores, at: (sizes.append(scores.shape), keys(scores, at))[1])
+    sizes = []
+
+    def seen(function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+        result = function(*given)
+        sizes.append(result.shape)
+        return result
+
+    for name in ("_keys", "_fp32_product"):
+        monkeypatch.setattr(module, name, partial(seen, getattr(module, name)))
     queries, documents = random_embeddings(7, 20, 50)
     nearest = ExactTopK(queries, 5, block=8)
     nearest.add(documents, 0)
-    assert len(sizes) == 3 * 7 and max(max(size) for size in sizes) == 8
-    # Between blocks it holds the queries and the best k of each.
+    assert len(sizes) >= 2 * 3 * 7 - 3 and max(max(size) for size in sizes if len(size) == 2) == 8
+    assert max(size.numel() for size in sizes) <= 8 * 8
+    # Between blocks it holds the queries, also in fp32, their lengths, and the best k of each.
     held = [value for value in vars(nearest).values() if isinstance(value, Tensor)]
-    assert sorted(tensor.numel() for tensor in held) == [20 * 5, 20 * WIDTH]
+    assert sorted(tensor.numel() for tensor in held) == [20, 20 * 5, 20 * WIDTH, 20 * WIDTH]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -23,6 +23,7 @@ from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import RunSettings, Saver, progress_after_batch
 from biphasic.checkpointing.start_rules import ResumeGuard, require_same
 from biphasic.checkpointing.stopping import StopCoordinator
+from biphasic.data.loader_signals import end_loaders
 from biphasic.data.shards import require_shards
 from biphasic.data.streams import RowStream
 from biphasic.devices import rank_device, require_precision
@@ -101,11 +102,16 @@ class Run:
             # First, because closing the loggers may take long, and a failing job has limited time.
             message = f"trained to {self._settings.max_duration}" if event == "finished" else reason
             self.webhook.send(event, message, batch)
+        if self._crash_file is None:
+            reason = f"could not start: {reason}"
+        if event != "finished":
+            self._lock.record_reason(reason)
+        end_loaders()
         if self._trainer is not None:
             # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
             self._trainer.engine.close()
         crashes = self._crash_file.remove() if self._crash_file is not None else []
-        self._lock.release(": ".join([reason if self._crash_file else f"could not start: {reason}", *crashes]))
+        self._lock.release(": ".join([reason, *crashes]))
         # Last, because the launcher's SIGTERM after another rank's end would kill this process before it records the reason.
         self._stopping.restore_handlers()
         self.webhook.close()

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -57,18 +57,18 @@ class RunLock:
 
     def acquire(self, ranks: int) -> str:
         """Acquire the lock; return the attempt's name. Raises a UserError if the lock is held or can't be written."""
-        # Microseconds: the names sort by time, and a short run ends and starts again within a second.
-        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
-        record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
-                  "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
         with user_errors(f"{self._name}: can't be read and written"):
             folder = open_store(self._destination)
+            name = _next_name(max(folder.list(ATTEMPTS), default=""))
+            record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
+                      "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
             try:
                 previous = self._take_lock(folder, record)
             finally:
                 folder.remove([_claim(name)])
             if previous is not None:
-                self.killed = {**previous, "until": None, "reason": KILLED}
+                recorded = _read_record(folder, f"{ATTEMPTS}/{previous['attempt']}.json", {"attempt"}) or {}
+                self.killed = {**previous, "until": None, "reason": recorded.get("reason", KILLED)}
                 _write_attempt(folder, self.killed)
             _write_attempt(folder, record)
         self._record = record
@@ -78,8 +78,9 @@ class RunLock:
     def explain_killed(self, cause: str) -> None:
         """Add to the killed attempt's record how its ranks ended."""
         if self.killed is not None:
+            killed = self.killed | {"reason": f"{self.killed['reason']}: {cause}"}
             with suppress(OSError):
-                _write_attempt(open_store(self._destination), {**self.killed, "reason": f"{KILLED}: {cause}"})
+                _write_attempt(open_store(self._destination), killed)
 
     def record_start(self, batch: int, tokens: int) -> None:
         """Record the checkpoint that the attempt resumes from."""
@@ -93,6 +94,12 @@ class RunLock:
         """Record the attempt's progress, which the next heartbeat writes."""
         if self._record is not None:
             self._record.update(batch=batch, tokens=tokens)
+
+    def record_reason(self, reason: str) -> None:
+        """Record why the attempt ends, before it closes: it may be killed before it releases the lock."""
+        with suppress(OSError, UserError):
+            if self._record is not None:
+                _write_attempt(open_store(self._destination), {**self._record, "until": _now(), "reason": reason})
 
     def release(self, reason: str) -> None:
         """Release the lock and record why the attempt ended."""
@@ -192,6 +199,16 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
     records = [record for name in names if (record := _read_record(folder, name, {"attempt"})) is not None]
     lock = _read_lock(folder) or {"attempt": None}
     return [record | lock if record["attempt"] == lock["attempt"] else record for record in records]
+
+
+def _next_name(newest: str) -> str:
+    """Return a name for an attempt that sorts after the newest one's file, also if this machine's clock is behind it."""
+    # Microseconds, because a short run ends and starts again within a second.
+    start = datetime.now(UTC).replace(tzinfo=None)
+    with suppress(ValueError):  # another program's file
+        before = datetime.strptime(Path(newest).name[:22], "%Y%m%dT%H%M%S.%f")
+        start = max(start, before + timedelta(microseconds=1))
+    return f"{start:%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
 
 
 def _now() -> str:

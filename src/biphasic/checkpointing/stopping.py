@@ -13,9 +13,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from biphasic.checkpointing.rank_group import TIMEOUT, RankGroup
-from biphasic.data.loader_signals import keep_loaders, release_loaders
+from biphasic.data.loader_signals import SIGNALS, keep_loaders, release_loaders
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
 """Seconds in which a repeated signal is ignored: one to a process group arrives twice, as the launcher forwards it."""
 UPLOAD_TIMEOUT = timedelta(minutes=15)

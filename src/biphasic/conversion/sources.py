@@ -314,9 +314,9 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
     They are those whose number (a hash of the id) is below `validation_fraction` of all 64-bit numbers. If none is, the
     document with the smallest number is for validation; if all are, the one with the largest number is for training.
     The text is read until each split has a document: about 1 / `validation_fraction` documents, or to its end if it is
-    short and in few files. With `max_tokens`, documents
-    count while their bytes, of which a token has at least one, are fewer. The result depends only on the configuration
-    and the text. Raises a UserError if there is no document, only one, or all have the same id.
+    short and in few files. With `max_tokens`, documents count while their bytes, of which a token has at least one, are
+    fewer. The result depends only on the configuration and the text. Raises a UserError if there is no document, only
+    one, or all have the same id.
     """
     share, end = config.validation_fraction, validation_end(config.validation_fraction)
     if not share:

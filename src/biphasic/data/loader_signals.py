@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import multiprocessing
 import os
 import signal
+import time
+from multiprocessing import resource_tracker
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 from biphasic.processes import die_with_parent
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _exit_on_sigterm = mmap.mmap(-1, 1)
 """Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""
@@ -23,6 +31,16 @@ def release_loaders() -> None:
     _exit_on_sigterm[0] = 1
 
 
+def end_loaders() -> None:
+    """End all loader processes within 2 s. PyTorch waits ten seconds for each that waits for one that has died."""
+    release_loaders()
+    processes, end = multiprocessing.active_children(), time.monotonic() + 2.0
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+
+
 def handle_loader_signals(worker: int) -> None:
     """Set a loader process's signal handlers; used as a DataLoader's `worker_init_fn`."""
     parent = os.getppid()
@@ -33,9 +51,22 @@ def handle_loader_signals(worker: int) -> None:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what `Loader` has blocked
     # PyTorch's loader processes check only between batches whether their parent is alive. One that waits in Streaming's
     # barrier for a killed rank's loader would wait forever, and keep the dataset's shared memory.
     die_with_parent(parent)
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader whose processes survive a signal from their start on, when PyTorch's handler would still end them."""
+
+    def __iter__(self) -> Any:
+        resource_tracker.ensure_running()  # its start unblocks SIGTERM; a loader process inherits this thread's mask
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 release_loaders()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +111,47 @@ class CheckedStream(Stream):
         try:
             return super().prepare_shard(shard)
         except Exception as error:
-            raw, packed = shard.file_pairs[0]
-            file, folder = (packed or raw).basename, Path(self.local)
-            name = f"{self.remote or self.local}/{file}"
-            if self.remote is not None:
-                for info in (raw, packed):
-                    for downloaded in [] if info is None else [info.basename, f"{info.basename}.tmp"]:
-                        (folder / downloaded).unlink(missing_ok=True)
             if str(error).startswith("Checksum failure"):
-                cache = f" (or {folder} is the cache of other data: empty it)" if self.remote is not None else ""
-                message = f"is damaged: its {self.validate_hash} is not the one in {folder / INDEX}"
-                check = f"check the conversion with `biphasic verify` and restore the shard{cache}"
-                raise ShardError(f"shard {name}: {message}; none of its rows were used; {check}") from error
+                raise self._damaged(shard, f"its {self.validate_hash} is not the one") from error
             kind = UnavailableShardError if is_unreachable(error) else ShardError
-            raise kind(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
+            name = self._remove(shard)
+            raise kind(f"shard {name}: can't be read into {self.local} ({first_line(error)})") from error
+
+    def require_unchanged(self, shard: Any, number: int, checked: Any) -> bool:
+        """Compare the file that a shard's rows are read from with the index, unless its entry in `checked` is set.
+
+        Returns True. Raises a ShardError if the file has changed since then, and a FileNotFoundError if there is none.
+        """
+        import xxhash
+
+        raw, _ = shard.file_pairs[0]
+        with Path(self.local, raw.basename).open("rb") as file:
+            with suppress(OSError):  # without locks, as on some network disks, several processes may compare it
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if checked[number]:
+                return True
+            size, name = os.fstat(file.fileno()).st_size, self.validate_hash or ""
+            if size != raw.bytes:
+                raise self._damaged(shard, f"{file.name} has {size:,} bytes instead of the {raw.bytes:,}")
+            algorithm: Any = getattr(xxhash, name, name)
+            if name in raw.hashes and hashlib.file_digest(file, algorithm).hexdigest() != raw.hashes[name]:
+                raise self._damaged(shard, f"the {name} of {file.name} is not the one")
+            checked[number] = True
+        return True
+
+    def _damaged(self, shard: Any, problem: str) -> ShardError:
+        cache = f" (or {self.local} is the cache of other data: empty it)" if self.remote is not None else ""
+        message = f"is damaged: {problem} in {Path(self.local) / INDEX}; none of its rows were used"
+        check = f"check the conversion with `biphasic verify` and restore the shard{cache}"
+        return ShardError(f"shard {self._remove(shard)}: {message}; {check}")
+
+    def _remove(self, shard: Any) -> str:
+        """Remove a shard's files that can be made again, and return the name of the stored one."""
+        raw, packed = shard.file_pairs[0]
+        for info in [raw] * (packed is not None) if self.remote is None else [raw, packed or raw]:
+            for name in (info.basename, f"{info.basename}.tmp"):
+                Path(self.local, name).unlink(missing_ok=True)
+        return f"{self.remote or self.local}/{(packed or raw).basename}"
 
     def _decompress_shard_part(
         self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None

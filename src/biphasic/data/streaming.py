@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
+from streaming.base.shared import SharedArray, prefix
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from biphasic.data.loader_signals import handle_loader_signals
-from biphasic.data.mds_reader import ShardError, row_reader
+from biphasic.data.loader_signals import Loader, handle_loader_signals
+from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
 from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
@@ -102,7 +102,7 @@ class RowDataset(StreamingDataset):
         return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
 
 
-class _ValidationLoader(DataLoader[Batch]):
+class _ValidationLoader(Loader):
     """A loader of rows in order. Rows that are read a second time are padding, which has no targets."""
 
     def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride] - as DataLoader's is used
@@ -141,7 +141,7 @@ def build_loader(
     train: bool,
     batches: int | None = None,
     vocab_size: int | None = None,
-) -> DataLoader[Batch]:
+) -> Loader:
     """Build the data loader for one rank's batches.
 
     Args:
@@ -209,7 +209,7 @@ def build_loader(
             raise UserError(f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {share}")
         dataset.make_epoch_whole_batches()
     # With several canonical nodes, repeated rows aren't the last ones.
-    loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else DataLoader
+    loader = _ValidationLoader if not train and dataset.num_canonical_nodes == 1 else Loader
     return loader(
         dataset,
         batch_size=batch_size,
@@ -225,13 +225,30 @@ def build_loader(
 
 
 def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: int, vocab_size: int | None) -> None:
+    # Shared by the processes of this machine, and removed with the dataset's other shared memory.
+    checked = SharedArray(dataset.num_shards, np.uint8, prefix._get_path(dataset._shm_prefix_int, "checked"))
     for number, (key, stream) in enumerate(streams.items()):
         index = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))
         read, first = row_reader(key, stream, index, length, vocab_size), int(dataset.shard_offset_per_stream[number])
-        shards: list[Any] = dataset.shards[first : first + len(index["shards"])]
-        for shard in shards:
-            decode = shard.decode_sample
-            shard.decode_sample = lambda data, decode=decode, read=read: read(decode(data))
+        for at, shard in enumerate(dataset.shards[first : first + len(index["shards"])], start=first):
+            _set_reader(shard, dataset.streams[number], at, checked, read)
+
+
+def _set_reader(shard: Any, stream: Any, number: int, checked: SharedArray, read: Callable[[Any], StoredRow]) -> None:
+    """Read the rows of a shard with `read`, after its file was compared with the index by a process of this machine."""
+    get_item, is_checked = shard.get_item, False
+
+    def read_row(at: int) -> StoredRow:
+        nonlocal is_checked
+        is_checked = is_checked or stream.require_unchanged(shard, number, checked)
+        try:
+            row = get_item(at)
+        except (ValueError, LookupError) as error:
+            problem = f"was changed while it was read ({first_line(error)})"
+            raise ShardError(f"shard {stream.local}/{shard.file_pairs[0][0].basename}: {problem}") from error
+        return read(row)
+
+    shard.get_item = read_row
 
 
 def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
 from urllib.parse import quote
@@ -32,7 +34,9 @@ class ExactTopK:
 
     At most `block` x `block` similarities exist at once and no document is kept: memory doesn't grow with the corpus.
     Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with
-    or without TF32, at any position in a block. Of equal scores, the lower position ranks first.
+    or without TF32, at any position in a block, unless the terms cancel to 1e-9 of them. Of equal scores, the lower position
+    ranks first. An fp32 product chooses the sums that are needed: those that the bound on its error can't exclude from the
+    query's best. A query with many of them in a block is compared with the whole block in fp64.
 
     `queries` are floating [queries, width]; documents are moved to their device. `similarity` is `cosine` or `dot`.
     `ceilings`, fp32 [queries], leaves out the documents with a higher score than the query's ceiling.
@@ -44,6 +48,8 @@ class ExactTopK:
         self._ceilings = None if ceilings is None else ceilings.to(queries.device)
         self._k, self._block, self._cosine = k, block, similarity == "cosine"
         self._queries = self._to_fp64(queries)
+        self._lengths = _in_range(self._queries.norm(dim=1))
+        self._scaled = (self._queries / self._lengths[:, None]).float().nan_to_num()
         self._best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
 
     def add(self, documents: Tensor, first: int, mask: Tensor | None = None) -> None:
@@ -57,18 +63,61 @@ class ExactTopK:
         """
         for start, rows in _blocks(documents, self._block):
             block = self._to_fp64(rows.to(self._queries.device))
+            longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
+            scaled = (block if self._cosine else (block / longest).nan_to_num()).float()
             positions = torch.arange(first + start, first + start + len(block), device=block.device)
             best: list[Tensor] = []
-            for at, queries in _blocks(self._queries, self._block):
-                scores = (queries @ block.T).float()
-                keys = _keys(scores, positions)
-                if self._ceilings is not None:
-                    keys = keys.masked_fill(scores > self._ceilings[at : at + self._block, None], _EMPTY)
-                if mask is not None:
-                    allowed = mask[at : at + self._block, start : start + self._block].to(keys.device)
-                    keys = keys.masked_fill(~allowed, _EMPTY)
-                best.append(self._best_of(self._best[at : at + self._block], keys))
+            for at in range(0, len(self._queries), self._block):
+                part = slice(at, at + self._block)
+                allowed = None if mask is None else mask[part, start : start + len(rows)].to(block.device)
+                best.append(self._compare(part, block, scaled, longest, positions, allowed))
             self._best = torch.cat(best) if best else self._best
+
+    def _compare(
+        self, part: slice, block: Tensor, scaled: Tensor, longest: Tensor, positions: Tensor, allowed: Tensor | None
+    ) -> Tensor:
+        """Return the best keys of a part of the queries, int64 [queries, at most k], so far and in a block.
+        `scaled` is `block` over `longest`, in fp32: at most of length 1, as the scaled queries."""
+        best, queries, scale = self._best[part], self._queries[part], self._lengths[part] * longest
+        ceilings = None if self._ceilings is None else self._ceilings[part, None]
+        numbers, error = torch.arange(len(best) + 1, device=block.device), _fp32_error(block.shape[1])
+
+        def at_least(scores: Tensor) -> Tensor:
+            """Return the least product of scaled vectors of these scores, fp32 [queries, 1]; -2 is below all."""
+            # fp32 makes scores equal that lie far apart on this scale: near 0 and beyond its largest number.
+            lowest = scores.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
+            return (lowest / scale[:, None] - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
+
+        product = _fp32_product(self._scaled[part], F.pad(scaled, (0, 0, 0, -len(block) % 8)))
+        product[:, len(block) :] = -torch.inf
+        if ceilings is not None:
+            product.masked_fill_(product > -at_least(-ceilings), -torch.inf)
+        if allowed is not None:
+            product[:, : len(block)].masked_fill_(~allowed, -torch.inf)
+        # First the peaks of eight documents: looking at each takes long. k documents are at least as near as the k-th.
+        peaks, worst = product.view(len(best), 8, -1).amax(1), torch.full_like(scale[:, None], -torch.inf)
+        if best.shape[1] == self._k:
+            worst = _scores(best.amin(1, keepdim=True))
+        elif ceilings is allowed is None and peaks.shape[1] >= self._k:
+            worst = (peaks.topk(self._k, dim=1).values[:, -1:].double() - error) * scale[:, None]
+        least = at_least(worst)
+        query, peak = (peaks >= least).nonzero().T.contiguous()
+        many = torch.searchsorted(query, numbers).diff() > peaks.shape[1] // 2
+        query, peak = query[~many[query]], peak[~many[query]]
+        eight = peak[:, None] + torch.arange(0, product.shape[1], peaks.shape[1], device=block.device)
+        which, at = (product[query[:, None], eight] >= least[query]).nonzero().unbind(1)
+        query, column = query[which], eight[which, at]
+        begins, width = torch.searchsorted(query, numbers), min(self._k, best.shape[1] + len(block))
+        sums = _pair_sums(queries, block, begins, column).float()[:, None]
+        keys = _keys(sums, positions[column, None], None if ceilings is None else ceilings[query])
+        found = best.new_full((len(best), max(int(begins.diff().max()), width - best.shape[1])), _EMPTY)
+        found[query, torch.arange(len(query), device=block.device) - begins[query]] = keys[:, 0]
+        nearest = torch.cat([best, found], dim=1).topk(width, dim=1, sorted=False).values
+        if many.any():
+            keys = _keys((queries[many] @ block.T).float(), positions, None if ceilings is None else ceilings[many])
+            keys = keys if allowed is None else keys.masked_fill(~allowed[many], _EMPTY)
+            nearest[many] = torch.cat([best[many], keys], dim=1).topk(width, dim=1, sorted=False).values
+        return nearest
 
     def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Merge the results of all ranks; `gather` returns the tensors of all ranks, whose widths may differ."""
@@ -77,9 +126,8 @@ class ExactTopK:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return scores fp32 and positions int64, both [queries, at most k], best first; missing positions are -1."""
-        ordered = (self._best >> 32).int()  # inverts `_keys`
-        scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
-        return scores, torch.where(self._best == _EMPTY, -1, _LOW_BITS - (self._best & _LOW_BITS))
+        best = self._best.sort(dim=1, descending=True).values
+        return _scores(best), torch.where(best == _EMPTY, -1, _LOW_BITS - (best & _LOW_BITS))
 
     def ranking(self, query_ids: Sequence[str], document_ids: Sequence[str]) -> Run:
         """Return the result by id; `document_ids` are in the order of the positions."""
@@ -89,20 +137,9 @@ class ExactTopK:
             for query, *row in zip(query_ids, positions, scores, strict=True)
         }
 
-    def _best_of(self, best: Tensor, keys: Tensor) -> Tensor:
-        """Return the k largest keys of both tensors."""
-        if best.shape[1] == self._k:
-            # After the first blocks few documents are better, and sorting all of them would take most of the time.
-            better = int((keys > best[:, -1:]).sum(1).max()) if len(keys) else 0
-            if not better:
-                return best
-            keys = keys.topk(better, dim=1).values
-        both = torch.cat([best, keys], dim=1)
-        return both.topk(min(self._k, both.shape[1]), dim=1).values
-
     def _to_fp64(self, embeddings: Tensor) -> Tensor:
         """Convert to fp64 and, for cosine similarity, normalize to length 1; zeros stay zeros."""
-        if not embeddings.isfinite().all():
+        if not (embeddings.sum().isfinite() or embeddings.isfinite().all()):  # the sum is faster, but may overflow
             raise ValueError("an embedding is not finite")
         return F.normalize(embeddings.double(), dim=1) if self._cosine else embeddings.double()
 
@@ -206,10 +243,52 @@ def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
         yield first, rows[first : first + size]
 
 
-def _keys(scores: Tensor, positions: Tensor) -> Tensor:
+def _in_range(lengths: Tensor) -> Tensor:
+    """Replace lengths whose squares fp64 may not hold, and 0, by NaN: their products have no bound."""
+    return torch.where((lengths > 1e-140) & (lengths < 1e140), lengths, torch.nan)
+
+
+def _fp32_error(width: int) -> float:
+    """Return a bound on the error of `_fp32_product` of vectors of at most length 1 that were rounded to fp32.
+
+    A sum of n products errs by at most n u / (1 - n u) times the lengths' product, for the unit roundoff u, in any order,
+    with or without fused multiply-add (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). n is the
+    width and 8: 5 roundings, of the vectors, the scores and their limits, and more than underflow and fp64's errors.
+    """
+    return (width + 8) / (2**24 - (width + 8))
+
+
+def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right.T` in IEEE's fp32, whatever autocast and the settings of TF32 and bf16 say."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast(left.device.type, enabled=False))
+        for setting in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # pyright: ignore[reportAttributeAccessIssue]
+            stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+            setting.fp32_precision = "ieee"
+        return left @ right.T
+
+
+def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -> Tensor:
+    """Return the products of query i and the rows `column[begins[i]:begins[i + 1]]` of a block, fp64 [pairs]."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        size, zeros = (len(queries), len(block)), queries.new_zeros(len(column))
+        pairs = torch.sparse_csr_tensor(begins, column, zeros, size, check_invariants=False)
+    return torch.sparse.sampled_addmm(pairs, queries, block.T).values()
+
+
+def _keys(scores: Tensor, positions: Tensor, ceilings: Tensor | None) -> Tensor:
     """Return an int64 key for each score, fp32 [queries, documents], which increases with the score and, for equal scores,
-    decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique."""
+    decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique. Scores above the
+    ceilings, [queries, 1], get `_EMPTY`."""
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     # The bits of positive floats have the order of integers; those of negative floats have the reverse order.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.long() << 32) | (_LOW_BITS - positions)
+    keys = (ordered.long() << 32) | (_LOW_BITS - positions)
+    return keys if ceilings is None else keys.masked_fill(scores > ceilings, _EMPTY)
+
+
+def _scores(keys: Tensor) -> Tensor:
+    """Return the scores of keys, fp32; that of `_EMPTY` is NaN."""
+    ordered = (keys >> 32).int()
+    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
