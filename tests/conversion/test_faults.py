@@ -23,6 +23,7 @@ import pytest
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
+from biphasic.conversion import source_files
 from biphasic.conversion.convert import convert
 from biphasic.conversion.verify import verify
 from biphasic.conversion.worker import convert_unit
@@ -246,7 +247,12 @@ def test_a_source_bucket_that_becomes_unreachable(
     for file in sorted(text.iterdir()):
         client.upload_file(str(file), "bucket", f"text/{file.name}")
     config = config_for("s3://bucket/text", **KEYS)
-    monkeypatch.setattr("biphasic.conversion.pool.convert_unit", after(2, server.stop))
+
+    def stop() -> None:
+        server.stop()
+        source_files._small.cache_clear()  # what was looked at before the work began
+
+    monkeypatch.setattr("biphasic.conversion.pool.convert_unit", after(2, stop))
     with pytest.raises(UserError) as error:
         convert(config)
     first, second = str(error.value).splitlines()
