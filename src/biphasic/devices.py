@@ -49,9 +49,9 @@ def import_torchmetrics() -> None:
 
     is_installed, check = imports.package_available, imports.RequirementCache._check_requirement
 
-    def check_used(cache: imports.RequirementCache) -> None:
-        check(cache)
-        cache.available &= not _UNUSED.fullmatch(cache.requirement or "")
+    def check_used(self: imports.RequirementCache) -> None:
+        check(self)
+        self.available &= not _UNUSED.fullmatch(self.requirement or "")
 
     imports.package_available = lambda name: not _UNUSED.fullmatch(name) and is_installed(name)
     imports.RequirementCache._check_requirement = check_used

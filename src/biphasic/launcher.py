@@ -11,12 +11,9 @@ import os
 import signal
 import sys
 
-from biphasic.devices import import_torchmetrics
+from composer.cli.launcher import main
 
 if __name__ == "__main__":
-    import_torchmetrics()
-    from composer.cli.launcher import main
-
     # In a process group of its own, so that Ctrl-C reaches only node.sh, which signals the ranks to save.
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
