@@ -134,6 +134,17 @@ def replace_output(config: ConvertConfig, output: Path) -> ConvertConfig:
     return config.model_copy(update={"output": str(output)})
 
 
+def test_a_worker_without_gigatoken_ends_with_tokenizers(
+    text: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on another machine of a cluster, whose environment lacks the extra."""
+    monkeypatch.setattr(converting, "choose_backend", lambda *_: ("gigatoken", "for a test"))
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    record = convert(config_for(text, output=str(tmp_path / "out"), **KEYS))
+    assert record["backends"] == {"tokenizers": len(record["units"])}
+    assert "gigatoken can't be used with it" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("wrong")
 def test_a_difference_is_an_error_where_the_library_is_named(text: Path, config_for: Make, tmp_path: Path) -> None:
     config = config_for(text, output=str(tmp_path / "out"), tokenizer_backend="gigatoken", **KEYS)

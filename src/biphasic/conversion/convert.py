@@ -109,17 +109,16 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
                 print(line)
             if config.validation_fraction:
                 print(f"validation: {draw.description}")
-            found = (record["difference"] for record in earlier.values())
-            if backend == "gigatoken" and (difference := next(filter(None, found), None)) is not None:
-                print(f"{difference}: this conversion goes on with tokenizers")
-                context = replace(context, backend="tokenizers", difference=difference)
+            differences = [record["difference"] for record in earlier.values() if record["difference"]]
+            if backend == "gigatoken" and differences:
+                print(f"{differences[0]}: this conversion goes on with tokenizers")
+                context = replace(context, backend="tokenizers", difference=differences[0])
             try:
                 records = _Driver(context, units, damaged, earlier).run()
             except DifferentIdsError as error:
                 print(f"{error}: the whole conversion is done by tokenizers")
-                earlier = read_unit_records(store)
                 context = replace(context, backend="tokenizers", difference=str(error))
-                records = _Driver(context, units, damaged, earlier).run()
+                records = _Driver(context, units, damaged, read_unit_records(store)).run()
             return publish(store, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
@@ -198,7 +197,7 @@ class _Driver:
         self.faults = _stopping_faults(context.config, damaged)
         self.stopping = False
         self.records: dict[str, UnitRecord] = {}
-        self._passed, self._taken = set[str](), 0  # units that were given or are finished, and the tokens of the latter
+        self._taken = 0  # training tokens of the finished units before the next job
         for unit, remaining in self._remaining():
             record = earlier.get(unit.name)
             if record is not None and is_valid(record, unit, context):
@@ -236,7 +235,6 @@ class _Driver:
         for unit in self.units:
             # Asked for each job, because earlier units may have finished meanwhile.
             remaining = None if limit is None else max(limit - self._taken, 0)
-            self._passed.add(unit.name)
             if unit.name in self.records:
                 self._taken += self._tokens(unit)
                 continue

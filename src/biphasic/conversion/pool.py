@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import starmap
 
 from tqdm import tqdm
@@ -91,7 +91,11 @@ class UnitWorker:
         # Pickling loses this setting, which encodes names of special tokens in a text as plain text.
         context.tokenizer.tokenizer.encode_special_tokens = True
         self._context, self._report = context, report
-        self._encoder = BulkEncoder(context.tokenizer, context.backend)
+
+    @cached_property
+    def _encoder(self) -> BulkEncoder:
+        # Made with the first unit, whose result then says that this worker's machine has no gigatoken.
+        return BulkEncoder(self._context.tokenizer, self._context.backend)
 
     def convert(self, unit: WorkUnit, max_tokens: int | None) -> UnitResult:
         """Convert a unit, and return an error as one line instead of raising it."""
@@ -99,8 +103,8 @@ class UnitWorker:
             record = convert_unit(self._context, self._encoder, unit, max_tokens, self._report)
             return UnitResult(unit, record)
         except UserError as error:
-            kinds = isinstance(error, DamagedFileError), isinstance(error, DifferentIdsError)
-            return UnitResult(unit, None, str(error), *kinds)
+            damaged, different = (isinstance(error, kind) for kind in (DamagedFileError, DifferentIdsError))
+            return UnitResult(unit, fault=str(error), damaged_file=damaged, different_ids=different)
         except OSError as error:
             return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
 

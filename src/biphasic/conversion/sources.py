@@ -93,7 +93,7 @@ def find_files(source: FilesSource) -> Sources:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
         unread |= matches.keys() - usable
-    real = cache(lambda folder: os.path.realpath(folder))
+    real = cache(os.path.realpath)
 
     # A file may be found by several paths: through links, or as `texts/a.txt` and `./texts/a.txt`.
     def place(name: str) -> str:

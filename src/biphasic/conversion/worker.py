@@ -238,12 +238,7 @@ class _UnitConversion:
     """The state of a work unit's conversion."""
 
     def __init__(
-        self,
-        context: ConversionContext,
-        encoder: BulkEncoder,
-        unit: WorkUnit,
-        max_tokens: int | None,
-        report: Report,
+        self, context: ConversionContext, encoder: BulkEncoder, unit: WorkUnit, max_tokens: int | None, report: Report
     ):
         self.context, self.encoder, self.unit = context, encoder, unit
         self.max_tokens, self.report = max_tokens, report

@@ -73,10 +73,8 @@ def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, st
     def shared(first: str, second: str) -> int:
         if histories[first].constants != histories[second].constants or streams[first] != streams[second]:
             return 0  # a run compares its data by hash, and a study by path, since the data may not exist yet
-        difference, shorter = (
-            first_difference(histories[first], histories[second]),
-            min(lengths[first], lengths[second]),
-        )
+        difference = first_difference(histories[first], histories[second])
+        shorter = min(lengths[first], lengths[second])
         batches = shorter if difference is None else difference.batch
         if difference is not None and batches - 1 in (decays[first], decays[second]):
             # The first batch of a decay still has the full learning rate. Sharing it would need another checkpoint, one
