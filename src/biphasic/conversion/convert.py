@@ -52,7 +52,7 @@ from biphasic.conversion.sources import (
     hub_commit,
     inspect_files,
 )
-from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
+from biphasic.conversion.tokenizer_checks import tokenizer_remarks
 from biphasic.conversion.worker import (
     ConversionContext,
     UnitRecord,
@@ -98,7 +98,6 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     damaged = [layout.fault for layout in layouts if layout.fault]
     draw = draw_validation(config, layouts)
     texts = _sample_texts(config, layouts)
-    require_same_encoding(tokenizer, texts)
     backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
     context = replace(ConversionContext.of(config, tokenizer, draw.end), backend=backend)
     try:
