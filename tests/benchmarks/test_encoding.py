@@ -1,4 +1,4 @@
-"""The benchmarks of embedding, search and mining: both libraries give the same results, and the numbers are consistent."""
+"""The benchmarks of embedding and search: both libraries give the same results, and the numbers are consistent."""
 
 from __future__ import annotations
 
@@ -51,15 +51,3 @@ def test_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < one["before"] <= one["peak"] and one["seconds"] > 0
     header, rows = benchmark.table(results)
     assert len(rows[0]) == len(header)
-
-
-def test_mining() -> None:
-    benchmark = module("mining")
-    shape = benchmark.Shape(
-        pairs=30, corpus=60, count=2, depth=20, rounds=1, width=32, layers=2, words=200, longest=64, threads=1
-    )
-    results = benchmark.measure(shape)
-    assert results["agree"] == 1 and results["queries"]["sentence-transformers"] > 20
-    header, rows = benchmark.table(results)
-    seconds = [results["seconds"][side]["whole"][0] for side in benchmark.SIDES]
-    assert [len(row) for row in rows] == [len(header)] * 2 and rows[0][3] == f"{seconds[1] / seconds[0]:.2f}"

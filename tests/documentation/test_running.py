@@ -43,14 +43,14 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "docs/data.md": (
         {"data/mine": "data/mine-again", "VALUE": "data/mine", " OUT": " data/mine"},
-        ("cluster.address=auto", "biphasic tokenizer", "deduplicated/", "biphasic overlap"),
+        ("cluster.address=auto", "biphasic tokenizer", "deduplicated/", "recipes/overlap"),
     ),
     "docs/evaluate.md": (
         {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder",
          "model.path=my-retriever": "model.path=my-encoder",
          "evaluate/quick.yaml": "evaluate/quick.yaml output=runs/evaluate-again",  # a folder of README's model alone
          "runs/evaluate/first": "runs/evaluate/quick", "runs/evaluate/second": "runs/evaluate-again/quick"},
-        ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap", "@one"),  # README's sweep has one model
+        ("msmarco", "retrieval.yaml", "SciFact", "recipes/overlap", "@one"),  # README's sweep has one model
     ),
     "docs/export.md": (
         {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
@@ -63,7 +63,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {},
         # GLUE is on the hub; tests/downstream/test_glue.py reads its columns, tests/sweep the order of its trials.
         # The export from a bucket is named in a sentence.
-        ("retrieval.yaml", "predict runs/squad", "biphasic mine", "mined", "glue", "s3://"),
+        ("retrieval.yaml", "predict runs/squad", "mined", "glue", "s3://"),
     ),
     # tests/recipes/test_measured.py runs what compares a run with a recipe's row.
     "docs/report.md": ({}, ("runs/paper", "runs/mini", "recipes/measured.py", "FOLDER", "s3://")),

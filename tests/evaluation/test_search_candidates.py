@@ -18,7 +18,7 @@ from biphasic.evaluation.search import ExactTopK
 
 
 def all_sums(
-    queries: Tensor, documents: Tensor, k: int, similarity: str, mask: Tensor | None, ceilings: Tensor | None
+    queries: Tensor, documents: Tensor, k: int, similarity: str, mask: Tensor | None
 ) -> tuple[Tensor, list[list[int]]]:
     """Return the fp32 score of every document, and each query's best k: of equal scores the lower position first."""
     queries, documents = queries.double(), documents.double()
@@ -26,10 +26,7 @@ def all_sums(
         queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
     matrix, best = (queries @ documents.T).float(), []
     for row, scores in enumerate(matrix.tolist()):
-        positions = [
-            at for at, score in enumerate(scores)
-            if (mask is None or mask[row, at]) and (ceilings is None or score <= float(ceilings[row]))
-        ]  # fmt: skip
+        positions = [at for at in range(len(scores)) if mask is None or mask[row, at]]
         best.append(sorted(positions, key=lambda at: (-scores[at], at))[:k])
     return matrix, best
 
@@ -43,9 +40,9 @@ def counted() -> Iterator[dict[str, int]]:
         counts["pairs"] += len(column)
         return sums(queries, block, begins, column)
 
-    def keys_of(scores: Tensor, positions: Tensor, ceilings: Tensor | None) -> Tensor:
+    def keys_of(scores: Tensor, positions: Tensor) -> Tensor:
         counts["blocks"] += scores.shape[1] > 1
-        return keys(scores, positions, ceilings)
+        return keys(scores, positions)
 
     with mock.patch.object(module, "_pair_sums", pair_sums), mock.patch.object(module, "_keys", keys_of):
         yield counts
@@ -53,11 +50,11 @@ def counted() -> Iterator[dict[str, int]]:
 
 def assert_same(
     queries: Tensor, documents: Tensor, k: int, similarity: str, block: int = 64, added: int = 0, seed: int = 0,
-    mask: Tensor | None = None, ceilings: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Add the documents `added` at a time, shuffled; compare scores bit for bit, and positions, with those of all sums."""
-    matrix, expected = all_sums(queries, documents, k, similarity, mask, ceilings)
-    nearest, size = ExactTopK(queries, k, similarity, block, ceilings), added or len(documents)
+    matrix, expected = all_sums(queries, documents, k, similarity, mask)
+    nearest, size = ExactTopK(queries, k, similarity, block), added or len(documents)
     starts = torch.arange(0, len(documents), size)
     with counted() as counts:
         for first in starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))].tolist():
@@ -118,17 +115,12 @@ def test_scores_one_step_apart() -> None:
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ceilings_and_masks(similarity: str, seed: int) -> None:
+def test_masks(similarity: str, seed: int) -> None:
     queries, documents = gaussian(seed, 30, 20), gaussian(seed + 50, 5000, 20)
     documents[1000:1400] = documents[:400]
-    exact = all_sums(queries, documents, 1, similarity, None, None)[0]
-    # Ceilings that are scores of documents: these stay, and those one step above go.
-    ceilings = exact.sort(dim=1, descending=True).values.gather(1, torch.arange(30)[:, None] * 40)[:, 0]
-    ceilings[0], ceilings[1] = torch.inf, -1e9
     mask = torch.rand(30, 5000, generator=torch.Generator().manual_seed(seed)) < torch.linspace(0, 1, 30)[:, None] ** 3
-    for chosen in ({"ceilings": ceilings}, {"mask": mask}, {"ceilings": ceilings, "mask": mask}):
-        counts = assert_same(queries, documents, 15, similarity, block=512, added=1500, seed=seed, **chosen)
-        assert 0 < counts["pairs"] < 30 * 5000 / 8
+    counts = assert_same(queries, documents, 15, similarity, block=512, added=1500, seed=seed, mask=mask)
+    assert 0 < counts["pairs"] < 30 * 5000 / 8
 
 
 def test_settings_that_make_products_coarse() -> None:
@@ -169,11 +161,10 @@ def adversarial(draw: st.DrawFn) -> dict[str, object]:
     rows = rows * 2.0 ** exponents[torch.randint(len(exponents), (len(rows), 1), generator=generator)]
     documents = rows[:kinds][torch.randint(kinds, (count,), generator=generator)]
     mask = torch.rand(asked, count, generator=generator) < draw(st.sampled_from([0.02, 0.5, 0.98]))
-    ceilings = all_sums(rows[kinds:], documents, 1, "dot", None, None)[0][:, draw(st.integers(0, count - 1))]
     return {
         "queries": rows[kinds:], "documents": documents, "seed": seed, "k": draw(st.integers(1, 30)),
         "block": draw(st.sampled_from([8, 9, 64, 300])), "added": draw(st.sampled_from([0, 1, 37, 128])),
-        "mask": draw(st.sampled_from([None, mask])), "ceilings": draw(st.sampled_from([None, ceilings])),
+        "mask": draw(st.sampled_from([None, mask])),
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from biphasic.commands.next_step import after_conversion, after_tasks
 from biphasic.commands.parser import argument, command, count, file_arguments, local_path, positive
 from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
-from biphasic.storage import is_remote, join, json_bytes, open_store
+from biphasic.storage import is_remote, join
 from biphasic.storage.hub import is_local_path
 
 
@@ -205,30 +205,4 @@ def tasks(options: Namespace) -> int:
         print(f"{text}; the same command tries them again", file=sys.stderr)
         return 1
     print(after_tasks(config, names))
-    return 0
-
-
-@command(
-    "report what evaluation sets share with training text",
-    argument("data", metavar="DATA", help="a conversion's folder or bucket prefix; or its YAML, for the sources"),
-    argument("overrides", nargs="*", metavar="key=value", help="overrides of the YAML"),
-    argument("--tasks", nargs="+", required=True, metavar="FOLDER", help="sets of `biphasic tasks`"),
-    argument("--words", type=positive, default=13, metavar="N", help="length of a shared n-gram (default: 13)"),
-    argument("--examples", type=count, default=3, metavar="N", help="examples to print of each split (default: 3)"),
-    argument("--out", type=local_path, metavar="FILE.json", help="write the counts and all examples with an n-gram"),
-    argument("--cache", default="runs/cache", metavar="FOLDER", help="for tables of buckets (default: runs/cache)"),
-)
-def overlap(options: Namespace) -> int:
-    """Report which examples of evaluation sets share 13 consecutive words with the training text, and where.
-
-    It removes nothing: the printed passages show whether an example was copied or shares a common phrase.
-    """
-    from biphasic.downstream.overlap import describe, find_overlap
-
-    report = find_overlap(options.data, options.tasks, options.words, options.cache, options.overrides)
-    print(describe(report, options.examples))
-    print(f"\nread {report['read']:,} words")
-    if options.out is not None:
-        open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
-        print(f"{options.out}: the counts and all examples with a shared {options.words}-gram")
     return 0

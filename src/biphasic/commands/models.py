@@ -1,19 +1,16 @@
-"""Commands for models: check their attention, merge, export and publish them, predict with one, and mine negatives."""
+"""Commands for models: check their attention, merge, export and publish them, and predict with one."""
 
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from biphasic.commands.next_step import after_export, after_mining
-from biphasic.commands.parser import argument, command, local_path, positive, share
-from biphasic.devices import use_all_gpus
+from biphasic.commands.next_step import after_export
+from biphasic.commands.parser import argument, command, local_path, positive
 from biphasic.errors import UserError
-from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path, user_errors
 
 
@@ -186,36 +183,3 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
         if writer is not None:
             writer.close()
     return rows
-
-
-@command(
-    "mine hard negatives for a retrieval set",
-    argument("model", metavar="MODEL", help="the encoder: an exported folder, a checkpoint, another folder or a hub id"),
-    argument("task_folder", metavar="TASK_FOLDER", help="a retrieval set of `biphasic tasks` with training pairs"),
-    argument("out", metavar="OUT", help="the folder to write: the same set, its pairs with negatives and scores"),
-    argument("--count", type=positive, default=7, metavar="N", help="negatives of a query (default: 7)"),
-    argument("--depth", type=positive, default=100, metavar="K", help="documents to consider, best first (default: 100)"),
-    argument("--below", type=share, default=0.95, metavar="SHARE",
-             help="leave out documents above this share of the positive's score (default: 0.95)"),
-    argument("--cache", default="runs/cache", metavar="FOLDER", help="for embeddings (default: runs/cache)"),
-)  # fmt: skip
-def mine(options: Namespace) -> int:
-    """Mine hard negatives for a retrieval set: documents that a model finds similar to a query but that are not relevant.
-
-    The same command resumes after an interruption. Every GPU of the machine is used; on several machines, use
-    composer [node arguments] -m biphasic mine MODEL TASK_FOLDER OUT.
-    """
-    use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
-    from biphasic.finetuning.mining import mine
-
-    limits = (options.count, options.depth, options.below)
-    record = mine(options.model, options.task_folder, options.out, options.cache, *limits)
-    if is_first_rank():
-        mined = record["mined"]
-        print(
-            f"{options.out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "
-            f"{mined['fewer']:,} have fewer than {options.count}, {mined['without']:,} had none and were left out; "
-            f"{mined['texts_cut']:,} texts were cut at the model's maximum length"
-        )
-        print(after_mining(options.model, options.out, options.count))
-    return 0

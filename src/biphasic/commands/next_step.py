@@ -49,12 +49,6 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     return _next(str(own), "model.path=ENCODER", *keys)
 
 
-def after_mining(model: str, out: str, count: int) -> str:
-    """Return the fine-tuning command for a set with mined negatives."""
-    keys = [f"run_name={basename(out.rstrip('/'))}", f"model.path={model}", f"task.data={out}"]
-    return _next(f"{_FINETUNE}/own_retrieval.yaml", *keys, f"task.hard_negatives={count}")
-
-
 def after_export(folder: Path) -> str:
     """Return how to fine-tune an exported folder."""
     return _next(f"{_FINETUNE}/sst2.yaml", f"model.path={folder}")

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -91,14 +90,6 @@ def local_path(text: str) -> Path:
     if is_remote(text):
         raise argparse.ArgumentTypeError(f"expected a local path; got {text!r}")
     return Path(os.path.expanduser(text))
-
-
-def share(text: str) -> float:
-    """Parse a number above 0, at most 1."""
-    with suppress(ValueError):
-        if 0 < (value := float(text)) <= 1:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1; got {text!r}")
 
 
 def file_arguments(job: str) -> tuple[Argument, Argument]:

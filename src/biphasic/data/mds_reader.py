@@ -21,8 +21,6 @@ StoredRow = dict[str, np.ndarray]
 _CONVERSION = re.compile(r"lengths \(ndarray:uint32\), tokens \(ndarray:(uint16|uint32):(\d+)\)")
 _IDS = re.compile(r"(tokens|input_ids) \((?:bytes|ndarray:(uint16|int32|uint32|int64)(?::(\d+))?)\)")
 _BESIDE = re.compile(r"id \((?:str|int)\)|len \(u?int(?:16|32|64)?\)")
-_MOST_BESIDE, _MOST_HEADER = 300, 1000
-"""Most bytes of a row beside its ids (such as an `id`), and of a shard beside its rows, for a length that may be right."""
 
 
 class ShardError(UserError):
@@ -123,19 +121,11 @@ def row_reader(
     if own is None and (len(ids) != 1 or not all(_IDS.fullmatch(each) or _BESIDE.fullmatch(each) for each in columns)):
         raise UserError(
             f"{key}: the rows of {dataset} have {described}: expected those of a conversion, or a column `tokens` or "
-            f"`input_ids` of {length} ids (ndarray:uint16, int32, uint32 or int64, or bytes), beside at most `id` and "
-            "`len` (docs/data.md, Datasets of others)"
+            f"`input_ids` of {length} ids (ndarray:uint16, int32, uint32 or int64, or bytes of int64), beside at most "
+            "`id` and `len` (docs/data.md, Datasets of others)"
         )
     column, array_type, stored_length = ("tokens", *own.groups()) if own is not None else ids[0].groups()
-    types = ["int64", "int32", "uint16"] if array_type is None else [array_type]
-    if stored_length is None:
-        rows = sum(shard["samples"] for shard in shards)
-        size = sum(shard["raw_data"]["bytes"] for shard in shards) / rows
-        size -= sum(column_size or 4 for column_size in shards[0]["column_sizes"])
-        most = _MOST_BESIDE + _MOST_HEADER * len(shards) / rows
-        stored_length = " or ".join(f"about {size / np.dtype(name).itemsize:,.0f} ({name})" for name in types)
-        types = [name for name in types if 0 <= size - np.dtype(name).itemsize * length <= most]
-    if not types or (stored_length.isdecimal() and int(stored_length) != length):
+    if stored_length is not None and int(stored_length) != length:
         raise UserError(
             f"{key.partition('data.')[0]}data.sequence_length is {length}, but the rows of {key} in {dataset} have "
             f"{stored_length} tokens"
@@ -146,19 +136,14 @@ def row_reader(
             f"expected an id below {vocab_size}" if own is None else "has no effect on a conversion's rows: remove it"
         )
         raise UserError(f"{key}.document_end: {reason} ({dataset})")
-    size = np.dtype(types[0]).itemsize
 
     def read(row: Mapping[str, Any]) -> StoredRow:
         tokens, name = row[column], f"dataset {dataset}: a row"
-        shape = tokens.shape if array_type is not None else (len(tokens) / size,)
+        shape = tokens.shape if array_type is not None else (len(tokens) / 8,)
         if shape != (length,) or row.get("len", length) != length:
             count = row.get("len", "x".join(f"{each:g}" for each in shape))
             raise ShardError(f"{name} has {count} tokens; expected exactly data.sequence_length ({length}) in each")
-        if array_type is None:
-            tokens = np.frombuffer(tokens, types[0])
-            if size < 8 and tokens.any() and not tokens[1::2].any():
-                problem = f"has {length // 2} ids of {2 * size} bytes, not data.sequence_length ({length})"
-                raise ShardError(f"{name} {problem}")
+        tokens = tokens if array_type is not None else np.frombuffer(tokens, np.int64)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             raise ShardError(f"{name} has token ids from {low} to {high}, but `tokenizer` has {vocab_size} tokens")

@@ -54,11 +54,7 @@ def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
 
     Raises a UserError if the folder holds something else, or the task was made with other settings.
     """
-    return read_finished(join(config.output, name), _settings(config, name))
-
-
-def read_finished(path: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the record of the task in a folder, or None if the task is not finished. Errors are as above."""
+    path, settings = join(config.output, name), _settings(config, name)
     with user_errors(f"{path}: can't be read"):
         store = open_store(path)
         files = store.list()

@@ -39,13 +39,9 @@ class ExactTopK:
     query's best. A query with many of them in a block is compared with the whole block in fp64.
 
     `queries` are floating [queries, width]; documents are moved to their device. `similarity` is `cosine` or `dot`.
-    `ceilings`, fp32 [queries], leaves out the documents with a higher score than the query's ceiling.
     """
 
-    def __init__(
-        self, queries: Tensor, k: int, similarity: str = "cosine", block: int = _BLOCK, ceilings: Tensor | None = None
-    ):
-        self._ceilings = None if ceilings is None else ceilings.to(queries.device)
+    def __init__(self, queries: Tensor, k: int, similarity: str = "cosine", block: int = _BLOCK):
         self._k, self._block, self._cosine = k, block, similarity == "cosine"
         self._queries = self._to_fp64(queries)
         self._lengths = _in_range(self._queries.norm(dim=1))
@@ -79,7 +75,6 @@ class ExactTopK:
         """Return the best keys of a part of the queries, int64 [queries, at most k], so far and in a block.
         `scaled` is `block` over `longest`, in fp32: at most of length 1, as the scaled queries."""
         best, queries, scale = self._best[part], self._queries[part], self._lengths[part] * longest
-        ceilings = None if self._ceilings is None else self._ceilings[part, None]
         numbers, error = torch.arange(len(best) + 1, device=block.device), _fp32_error(block.shape[1])
 
         def at_least(scores: Tensor) -> Tensor:
@@ -90,15 +85,13 @@ class ExactTopK:
 
         product = _fp32_product(self._scaled[part], F.pad(scaled, (0, 0, 0, -len(block) % 8)))
         product[:, len(block) :] = -torch.inf
-        if ceilings is not None:
-            product.masked_fill_(product > -at_least(-ceilings), -torch.inf)
         if allowed is not None:
             product[:, : len(block)].masked_fill_(~allowed, -torch.inf)
         # First the peaks of eight documents: looking at each takes long. k documents are at least as near as the k-th.
         peaks, worst = product.view(len(best), 8, -1).amax(1), torch.full_like(scale[:, None], -torch.inf)
         if best.shape[1] == self._k:
             worst = _scores(best.amin(1, keepdim=True))
-        elif ceilings is allowed is None and peaks.shape[1] >= self._k:
+        elif allowed is None and peaks.shape[1] >= self._k:
             worst = (peaks.topk(self._k, dim=1).values[:, -1:].double() - error) * scale[:, None]
         least = at_least(worst)
         query, peak = (peaks >= least).nonzero().T.contiguous()
@@ -109,12 +102,12 @@ class ExactTopK:
         query, column = query[which], eight[which, at]
         begins, width = torch.searchsorted(query, numbers), min(self._k, best.shape[1] + len(block))
         sums = _pair_sums(queries, block, begins, column).float()[:, None]
-        keys = _keys(sums, positions[column, None], None if ceilings is None else ceilings[query])
+        keys = _keys(sums, positions[column, None])
         found = best.new_full((len(best), max(int(begins.diff().max()), width - best.shape[1])), _EMPTY)
         found[query, torch.arange(len(query), device=block.device) - begins[query]] = keys[:, 0]
         nearest = torch.cat([best, found], dim=1).topk(width, dim=1, sorted=False).values
         if many.any():
-            keys = _keys((queries[many] @ block.T).float(), positions, None if ceilings is None else ceilings[many])
+            keys = _keys((queries[many] @ block.T).float(), positions)
             keys = keys if allowed is None else keys.masked_fill(~allowed[many], _EMPTY)
             nearest[many] = torch.cat([best[many], keys], dim=1).topk(width, dim=1, sorted=False).values
         return nearest
@@ -277,15 +270,13 @@ def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -
     return torch.sparse.sampled_addmm(pairs, queries, block.T).values()
 
 
-def _keys(scores: Tensor, positions: Tensor, ceilings: Tensor | None) -> Tensor:
+def _keys(scores: Tensor, positions: Tensor) -> Tensor:
     """Return an int64 key for each score, fp32 [queries, documents], which increases with the score and, for equal scores,
-    decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique. Scores above the
-    ceilings, [queries, 1], get `_EMPTY`."""
+    decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique."""
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     # The bits of positive floats have the order of integers; those of negative floats have the reverse order.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = (ordered.long() << 32) | (_LOW_BITS - positions)
-    return keys if ceilings is None else keys.masked_fill(scores > ceilings, _EMPTY)
+    return (ordered.long() << 32) | (_LOW_BITS - positions)
 
 
 def _scores(keys: Tensor) -> Tensor:

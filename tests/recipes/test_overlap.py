@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import gzip
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import convert
-from biphasic.downstream import overlap
-from biphasic.downstream.overlap import NgramIndex, Run, describe, find_overlap, words_of
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.texts import write_parquet
 
+
+def _module() -> Any:
+    file = Path(__file__).parents[2] / "recipes/overlap/overlap.py"
+    spec = importlib.util.spec_from_file_location("overlap_recipe", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its processes find `search` by this name
+    spec.loader.exec_module(module)
+    return module
+
+
+overlap = _module()
 CHINESE = "今天天气很好我们一起去公园散步看花然后回家吃饭"
 
 
@@ -51,13 +60,12 @@ def texts() -> tuple[list[str], dict[str, str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, config_for: Callable[..., ConvertConfig]) -> Path:
-    """Return a folder with a conversion of the training documents, `out`, its YAML, and a set, `tasks/out/it`."""
+    """Return a folder with a conversion of the training documents, `out`, and a set, `tasks/out/it`."""
     training, examples = texts()
     records = [{"id": f"doc{number}", "text": text} for number, text in enumerate(training)]
     source = write_parquet(tmp_path / "text.parquet", records)
     config = config_for(source, id_column="id", sequence_length=1024, shard_bytes=16384, cluster={"workers": 1})
     convert(config)
-    (tmp_path / "convert.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
     rows = [{"id": id, "a": text, "b": "a short second text", "y": 0} for id, text in examples.items()]
     rows += [{"id": "pair", "a": examples["other0"], "b": examples["part"], "y": 1}]
     (tmp_path / "tasks").mkdir()
@@ -94,15 +102,24 @@ def reference(examples: list[dict[str, Any]], training: list[str], words: int = 
     return result
 
 
-@pytest.mark.parametrize("words", [13, 8])
-def test_shared_passages_are_those_of_brute_force(folder: Path, words: int) -> None:
+def report_of(folder: Path, *options: str) -> dict[str, Any]:
+    out = folder / "report.json"
+    overlap.main([str(folder / "out"), str(folder / "tasks/out/it"), f"--out={out}", *options])
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("words", "cores"), [(13, 2), (8, 1)])
+def test_shared_passages_are_those_of_brute_force(
+    folder: Path, words: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "available_cores", lambda: cores)
     training, examples = texts()
-    report = find_overlap(str(folder / "out"), [str(folder / "tasks/out/it")], words, str(folder / "cache"))
+    report = report_of(folder, "--words", str(words))
     row = report["sets"][-1]
     expected = reference(rows_of(folder / "tasks/out/it", "test"), training, words)
     assert {example["id"]: (example["share"], example["run"]) for example in row["found"]} == expected
     assert [example["run"] for example in row["found"]] == sorted((run for _, run in expected.values()), reverse=True)
-    assert report["read"] == sum(len(words_of(text)) for text in training)
+    assert report["read"] == sum(len(overlap.words_of(text)) for text in training)
     assert row["examples"] == len(examples) + 1 and row["shared"] == len(expected)
     if words == 13:
         assert set(expected) == {"whole", "part", "two parts", "chinese", "pair"}
@@ -115,11 +132,9 @@ def test_shared_passages_are_those_of_brute_force(folder: Path, words: int) -> N
 def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from biphasic.data.mds_reader import read_rows
 
-    arguments = ["overlap", str(folder / "out"), "--tasks", str(folder / "tasks/out/it"), f"--cache={folder / 'cache'}"]
-    assert main([*arguments, "--examples", "1", f"--out={folder / 'report.json'}"]) == 0
+    report = report_of(folder, "--examples", "1")
     printed = capsys.readouterr().out
-    report = json.loads((folder / "report.json").read_text())
-    assert printed.startswith(describe(report, 1)) and "| it     | test       |" in printed
+    assert "| it     | test       |" in printed
     assert printed.count("consecutive words") == 1 and report["sets"][-1]["found"][0]["passage"] in printed
     rows = dict(read_rows(str(folder / "out/train"), range(1000)))
     assert len(rows) > 3
@@ -131,95 +146,10 @@ def test_the_place_is_that_of_the_passage(folder: Path, capsys: pytest.CaptureFi
         assert match is not None
         row, segment = rows[int(match[1].replace(",", ""))], int(match[2])
         part = np.split(row["tokens"], row["lengths"].cumsum())[segment - 1]
-        assert example["passage"] in " ".join(words_of(tokenizer.decode(part.tolist())))
+        assert example["passage"] in " ".join(overlap.words_of(tokenizer.decode(part.tolist())))
 
 
-def test_the_report_depends_on_no_number_of_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = []
-    for cores in (1, 2):
-        monkeypatch.setattr(overlap, "available_cores", lambda cores=cores: cores)
-        reports.append(find_overlap(str(folder / "out"), [str(folder / "tasks/out/it")], 13, str(folder / "cache")))
-    assert reports[0] == reports[1] and reports[0]["sets"][-1]["shared"] == 5
-
-
-def test_sources_are_read_by_their_yaml(folder: Path) -> None:
-    found = []
-    for data in (folder / "out", folder / "convert.yaml"):
-        report = find_overlap(str(data), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
-        found.append(report["sets"][-1]["found"])
-    other = {"place": ""}
-    assert [{**example, **other} for example in found[0]] == [{**example, **other} for example in found[1]]
-    assert {example["id"]: example["place"] for example in found[1]}["whole"] == (
-        f"{folder / 'text.parquet'}, document 4 (id doc3)"
-    )
-
-
-def test_a_damaged_source_is_read_up_to_its_damage(folder: Path) -> None:
-    """If the YAML says so, as the conversion does."""
-    generator = np.random.default_rng(0)
-    documents = [*texts()[0], *(sentence(generator, 1000) for _ in range(300))]
-    lines = "".join(json.dumps({"id": f"doc{n}", "text": text}) + "\n" for n, text in enumerate(documents))
-    content = gzip.compress(lines.encode())
-    (folder / "text.jsonl.gz").write_bytes(content[: len(content) * 3 // 4])
-    config = {**yaml.safe_load((folder / "convert.yaml").read_text()), "on_bad_file": "skip"}
-    config["source"]["paths"] = [str(folder / "text.jsonl.gz")]
-    (folder / "convert.yaml").write_text(yaml.safe_dump(config))
-    given = str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache")
-    assert find_overlap(*given)["sets"][-1]["shared"] > 0
-    with pytest.raises(UserError, match=r"text\.jsonl\.gz: is damaged after line \d\d+ "):
-        find_overlap(*given, ["on_bad_file=stop"])
-
-
-def test_words() -> None:
-    assert words_of("It's “GOOD”—well-known, ﬁne: 3.5€ naïve cafe\u0301") == (
-        ["it", "s", "good", "well", "known", "fine", "3", "5", "naïve", "café"]
-    )
-    assert words_of("我们go去公园。ไทย") == ["我", "们", "go", "去", "公", "园", "ไ", "ท", "ย"]
-    assert words_of("नमस्ते दुनिया") == ["नमस्ते", "दुनिया"]
-
-
-def test_hashes_of_different_ngrams_differ() -> None:
-    generator = np.random.default_rng(0)
-    text = [f"w{number}" for number in generator.integers(0, 30, 20_000)]
-    index = NgramIndex([text, text[:50]], 3)
-    grams = {tuple(text[at : at + 3]) for at in range(len(text) - 2)}
-    assert len(index.hash) == len(grams)
-    runs = dict[int, Run]()
-    numbers = index.find(["x", *text[7:12], "x"], "first", runs)
-    assert len(index.find(text[100:102], "second", runs)) == 0
-    assert len(numbers) == 3 and runs[0] == runs[1] == (5, 7, "first")
-
-
-def test_retrieval_sets_and_bad_input(folder: Path, toy_retrieval: Path) -> None:
-    report = find_overlap(str(folder / "out"), [str(toy_retrieval)], 2, str(folder / "cache"))
-    assert [row["split"] for row in report["sets"]] == ["queries", "corpus"]
-    assert all(row["shared"] == 0 for row in report["sets"])
-    with pytest.raises(UserError, match=r"--words 500: no example of .*it has as many words"):
-        find_overlap(str(folder / "out"), [str(folder / "tasks/out/it")], 500, str(folder / "cache"))
-    with pytest.raises(UserError, match=r"holds no conversion\.json"):
-        find_overlap(str(folder / "tasks"), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
-    with pytest.raises(UserError, match=r"has no task\.json"):
-        find_overlap(str(folder / "out"), [str(folder)], 13, str(folder / "cache"))
-
-
-@pytest.fixture
-def toy_retrieval(tmp_path: Path) -> Path:
-    rows = [{"_id": f"d{at}", "text": f"a b c{at}"} for at in range(5)]
-    qrels = [{"query-id": "d1", "corpus-id": "d2", "score": 1}]
-    (tmp_path / "retrieval").mkdir()
-    content: dict[str, Any] = {
-        "kind": "retrieval",
-        "corpus": {"files": [jsonl(tmp_path / "corpus.jsonl", rows)], "text_columns": ["text"]},
-        "queries": [{"files": [jsonl(tmp_path / "queries.jsonl", rows)]}],
-        "qrels": {"test": {"files": [jsonl(tmp_path / "qrels.jsonl", qrels)]}},
-        "judged_only": False,
-    }
-    prepare_task("it", one_task(tmp_path / "retrieval", content))
-    return tmp_path / "retrieval/out/it"
-
-
-def test_a_run_is_consecutive_in_both_texts() -> None:
-    index = NgramIndex([list("bcdqabc")], 3)
-    runs = dict[int, Run]()
-    numbers = index.find(list("abcd"), "place", runs)
-    assert len(numbers) == 2 and runs == {0: (3, 4, "place")}
+def test_only_a_finished_conversion_is_searched(folder: Path) -> None:
+    (folder / "out/conversion.json").unlink()
+    with pytest.raises(UserError, match="is not a finished conversion"):
+        report_of(folder)

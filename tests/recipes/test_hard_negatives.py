@@ -1,0 +1,72 @@
+"""Mined negatives are those of a brute-force search, and `biphasic tasks` reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from biphasic.downstream.prepare import prepare_task
+from biphasic.model.encoder import load_encoder
+from helpers.downstream_sets import jsonl, one_task, rows_of
+from helpers.mteb_mirror import PROMPTS, write_model
+from helpers.toy_sets import retrieval_pairs
+
+ROOT = Path(__file__).parents[2]
+COUNT = 3
+
+
+def task_of(root: Path, **train: Any) -> dict[str, Any]:
+    return {
+        "kind": "retrieval",
+        "train": {"query_column": "query", "positive_column": "positive", **train},
+        "corpus": {"files": [str(root / "corpus.jsonl")], "text_columns": ["text"]},
+        "queries": [{"files": [jsonl(root / "queries.jsonl", [{"_id": "q1", "text": "w1 w2"}])]}],
+        "qrels": {
+            "test": {"files": [jsonl(root / "qrels.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": 1}])]}
+        },
+        "judged_only": False,
+    }
+
+
+def test_negatives_are_those_of_a_brute_force_search(tmp_path: Path) -> None:
+    pairs = [{"query": query, "positive": text} for query, text in retrieval_pairs(30, 1)]
+    texts = [text for _, text in retrieval_pairs(40, 3)]
+    jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{at}", "text": text} for at, text in enumerate(texts)])
+    prepare_task("it", one_task(tmp_path, task_of(tmp_path, files=[jsonl(tmp_path / "pairs.jsonl", pairs)])))
+    write_model(tmp_path / "encoder", PROMPTS)
+    spec = importlib.util.spec_from_file_location("mine", ROOT / "recipes/hard_negatives/mine.py")
+    assert spec is not None and spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    out = tmp_path / "mined.parquet"
+    recipe.main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), "--count", str(COUNT), "--depth", "60"])
+    encoder = load_encoder(str(tmp_path / "encoder"))
+
+    def embed(role: str, text: str) -> np.ndarray:
+        vector = encoder.embed(encoder.tokenize([PROMPTS[role] + text]))[0].double().numpy()
+        return vector / np.linalg.norm(vector)
+
+    documents = list(dict.fromkeys([*(row["positive"] for row in pairs), *texts]))
+    matrix = np.stack([embed("document", text) for text in documents])
+    rows = pq.read_table(out).to_pylist()
+    assert len(rows) > 15
+    for row in rows:
+        scores = matrix @ embed("query", row["query"])
+        positive = scores[documents.index(row["positive"])]
+        own = {pair["positive"] for pair in pairs if pair["query"] == row["query"]}
+        limit = positive - abs(positive) * 0.05
+        allowed = sorted((score for score, text in zip(scores, documents, strict=True)
+                          if text not in own and score < limit), reverse=True)  # fmt: skip
+        np.testing.assert_allclose(row["scores"], [positive, *allowed[:COUNT]], atol=1e-5)
+        assert len(set(row["negatives"])) == COUNT and not own & {*row["negatives"]}
+        np.testing.assert_allclose(
+            [scores[documents.index(text)] for text in row["negatives"]], row["scores"][1:], atol=1e-5
+        )
+    task = task_of(tmp_path, files=[str(out)], negatives_column="negatives", scores_column="scores")
+    (tmp_path / "again").mkdir()
+    prepare_task("it", one_task(tmp_path / "again", task))
+    assert len(rows_of(tmp_path / "again/out/it", "train")) == len(rows)
