@@ -124,7 +124,6 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
             id=None,
             say=said.append,
             check_rows=lambda indexes: None,
-            webhook=SimpleNamespace(send=print),
             check_later_data=lambda streams: None,
         )
         trainer = recipe.prepare(config, run)

@@ -215,7 +215,7 @@ def difference(*overrides: str, allowed: tuple[str, ...] = ()) -> tuple[int, str
     ["run_name=other", "output=elsewhere", "microbatch_size=4", "logging.tensorboard=false", "checkpoint.interval=7ba",
      "data.num_workers=5", "data.folder=moved", "evaluation.interval=1ba", "checkpoint.keep=9",
      "parallelism.strategy=fsdp", "data.folder=null data.train.local=a data.validation.local=b", "tokenizer=moved/tokenizer",
-     "start_from=runs/other", "compute.compile=false", "optimizer.max_skipped_batches=2", "webhook=MY_WEBHOOK",
+     "start_from=runs/other", "compute.compile=false", "optimizer.max_skipped_batches=2",
      "data.folder=s3://bucket data.cache_limit=10gb data.predownload=9"],
 )  # fmt: skip
 def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:

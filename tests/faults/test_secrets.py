@@ -21,7 +21,6 @@ CANARIES = {
     "MLFLOW_TRACKING_PASSWORD": "canary-mlflow-password",
     "AWS_SESSION_TOKEN": "canary-session-token",
     "AZURE_ACCOUNT_ACCESS_KEY": "canary-azure-key",
-    "CANARY_WEBHOOK": "http://127.0.0.1:9/canary-webhook-token",
 }
 
 
@@ -30,7 +29,7 @@ def test_credentials_are_in_no_file_and_no_output(s3: Path, write_yaml: Write, t
     remote = upload(write_yaml("secret").parent / "data" / "train", bucket, "train")
     train = {"local": str(tmp_path / "cache"), "remote": remote}
     keys: dict[str, Any] = {"checkpoint__folder": f"s3://{bucket}/run", "checkpoint__interval": "4ba"}
-    path = write_yaml("secret", **keys, logging__tensorboard=True, data__train=train, webhook="CANARY_WEBHOOK")
+    path = write_yaml("secret", **keys, logging__tensorboard=True, data__train=train)
     checkpoint = str(Path(config_of(path).output) / "secret" / "checkpoints" / "ba13-rank0.pt")
     wrong_secret = {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}
     # A run, a run that can't sign in, a resumed run, its export, its report, and a preflight that can't sign in.

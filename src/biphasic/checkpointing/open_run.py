@@ -31,7 +31,6 @@ from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.storage import UNFINISHED_PREFIX, open_store, user_errors
-from biphasic.webhook import Webhook
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
 """Long enough to download a large checkpoint from a slow bucket."""
@@ -44,7 +43,6 @@ class Run:
         checkpoint: local path of the checkpoint to load: the run's newest one, or another run's (`start_from`); None if the
             run starts with its initial weights.
         callbacks: callbacks that save checkpoints and stop the run.
-        webhook: where the run's events are reported, on rank 0.
     """
 
     def __init__(self, settings: RunSettings, guard: ResumeGuard):
@@ -59,8 +57,6 @@ class Run:
         self._recorded: dict[str, Any] = {"name": settings.name, "indexes": {}, "overridden": []}
         """The entries of manifests that are the same for each checkpoint."""
         self._trainer: Trainer | None = None
-        self._has_trained = False
-        self.webhook = Webhook(settings.webhook if self._ranks.is_first else None, settings.name)
         self.checkpoint: str | None = None
         self.callbacks: list[Callback] = []
 
@@ -96,15 +92,10 @@ class Run:
 
     def close(self, reason: str) -> None:
         """Stop the callbacks' threads, restore the signal handlers, release the lock and record why the attempt ended."""
-        event = "preempted" if self._stopping.saved else "finished" if reason == "finished" else "failed"
-        if event != "finished" or self._has_trained:
-            batch = None if self._trainer is None else int(self._trainer.state.timestamp.batch)
-            # First, because closing the loggers may take long, and a failing job has limited time.
-            message = f"trained to {self._settings.max_duration}" if event == "finished" else reason
-            self.webhook.send(event, message, batch)
         if self._crash_file is None:
             reason = f"could not start: {reason}"
-        if event != "finished":
+        if self._stopping.saved or reason != "finished":
+            # First, because closing the loggers may take long, and a failing job has limited time.
             self._lock.record_reason(reason)
         end_loaders()
         if self._trainer is not None:
@@ -114,7 +105,6 @@ class Run:
         self._lock.release(": ".join([reason, *crashes]))
         # Last, because the launcher's SIGTERM after another rank's end would kill this process before it records the reason.
         self._stopping.restore_handlers()
-        self.webhook.close()
 
     @property
     def is_stopping(self) -> bool:
@@ -170,10 +160,6 @@ class Run:
         if resume is not None:
             origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}"
         self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
-        self._has_trained = repeats or not is_over
-        if resume is not None and self._has_trained:
-            before = "" if self._lock.killed is None else "; the attempt before this one ended without a message"
-            self.webhook.send("resumed", f"from {resume.path}{before}", batch)
         if repeats:
             self.say("repeating the validation in which the run was stopped")
             trainer.eval()

@@ -66,7 +66,6 @@ class RunSettings:
     init_from: str | None
     streams: Mapping[str, RowStream]
     has_tracker: bool
-    webhook: str | None
     precision: str
     deterministic: bool
     seed: int

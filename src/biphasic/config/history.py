@@ -27,7 +27,7 @@ _INPUTS = {"data", "global_batch_size", "model"}
 """Keys of phases that `_inputs` compares."""
 _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
-    **dict.fromkeys(("parallelism", "compute", "logging", "webhook"), True),
+    **dict.fromkeys(("parallelism", "compute", "logging"), True),
     "tokenizer": True,  # a path: its hash is compared with the data's
     "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {

@@ -179,9 +179,6 @@ class PretrainConfig(RunConfig):
     parallelism: ParallelismConfig = ParallelismConfig()
     compute: ComputeConfig = ComputeConfig()
     logging: LoggingConfig = LoggingConfig()
-    webhook: str | None = None
-    """Name of the environment variable with the URL of a chat's incoming webhook (Slack, Mattermost), such as
-    `BIPHASIC_WEBHOOK`. Loss spikes, skipped batches, preemption, resuming, the end and failures are posted there."""
 
     _expand_folder = model_validator(mode="before")(expand_folder)
 
@@ -244,10 +241,6 @@ class PretrainConfig(RunConfig):
         yield from self._batch_problems(ranks)
         yield from self._parallelism_problems(ranks)
         yield from self._checkpoint_problems()
-        if self.webhook is not None and not self.webhook.isidentifier():
-            # Without the value: the secret itself may have been given.
-            message = "needs the name of an environment variable, such as BIPHASIC_WEBHOOK, instead of its value"
-            yield ["webhook"], message
         later = [phase.data for phase in self.objective.phases if phase.data is not None]
         yield from data_problems(self.data, self.global_batch_size, later)
         yield from input_problems(self.objective.phases, self.inputs, ranks)

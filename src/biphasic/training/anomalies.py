@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ def _phase(batch: Any) -> int | None:
 class AnomalyLog:
     """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
-    `biphasic show FILE.yaml ID ...` prints the rows' text. `report` is called on rank 0 with `spike` or `skipped`, a message
-    and the batch.
+    `biphasic show FILE.yaml ID ...` prints the rows' text.
     """
 
-    def __init__(self, folder: Path, report: Callable[..., None] | None = None):
-        self.file, self._report = folder / ANOMALOUS_BATCHES, report
+    def __init__(self, folder: Path):
+        self.file = folder / ANOMALOUS_BATCHES
 
     def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
         """Write a line about the current batch, with its number or `batch`. Return the ids of its rows on all ranks."""
@@ -47,9 +45,6 @@ class AnomalyLog:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
-            if self._report is not None:
-                message = ", ".join(f"{name}: {value}" for name, value in fields.items())
-                self._report("spike" if fields["anomaly"] == "spike" else "skipped", message, batch)
         return row_ids
 
 

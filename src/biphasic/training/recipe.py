@@ -83,7 +83,6 @@ def run_settings(config: PretrainConfig) -> RunSettings:
         init_from=config.model.init_from,
         streams=config.splits,
         has_tracker=logging.wandb is not None or logging.mlflow is not None,
-        webhook=config.webhook,
         precision=config.precision,
         deterministic=config.compute.deterministic,
         seed=config.seed,
@@ -143,7 +142,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     )
 
     # Before each optimizer step: clipping, NaN and Inf
-    anomalies = AnomalyLog(config.run_folder, run.webhook.send)
+    anomalies = AnomalyLog(config.run_folder)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
     microbatch = MicrobatchSize(
