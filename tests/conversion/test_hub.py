@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
+from helpers import warm
 from helpers.hub_server import Repository, serve_hub
 from helpers.texts import sentences, write_parquet
 
@@ -52,9 +53,10 @@ def records(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    folders = {COMMIT: tmp_path / "pinned", NEWER: tmp_path / "newer"}
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    root = tmp_path_factory.mktemp("hub")
+    folders = {COMMIT: root / "pinned", NEWER: root / "newer"}
     for commit, folder in folders.items():
         for name in ("sample/10BT", "data/CC-MAIN-2013-20"):
             (folder / name).mkdir(parents=True)
@@ -62,26 +64,36 @@ def repository(tmp_path: Path) -> Repository:
         for number in range(2):
             write_parquet(folder / "sample" / "10BT" / f"{number:03d}_00000.parquet", records(300, seed=number))
         write_parquet(folder / "data" / "CC-MAIN-2013-20" / "train-0.parquet", records(50, seed=len(commit)))
-    write_parquet(tmp_path / "newer" / "sample" / "10BT" / "002_00000.parquet", records(300, seed=9))
+    write_parquet(root / "newer" / "sample" / "10BT" / "002_00000.parquet", records(300, seed=9))
     return Repository(folders, {"v1": COMMIT, "main": NEWER})
 
 
-@pytest.fixture
-def hub(repository: Repository, tmp_path: Path) -> Iterator[dict[str, str]]:
-    with serve_hub({NAME: repository}, tmp_path / "home") as environment:
-        yield environment
+@dataclass
+class Hub:
+    """The hub's environment, and a process that has imported the hub's client with it."""
+
+    environment: dict[str, str]
+    server: warm.Server
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.server.start(list(arguments), 1, self.environment, module="biphasic").wait()
 
 
-def run(
-    hub: dict[str, str], tmp_path: Path, config: ConvertConfig, *arguments: str
-) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def hub(repository: Repository, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with serve_hub({NAME: repository}, tmp_path_factory.mktemp("home")) as environment:
+        server = warm.Server({**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        yield Hub(environment, server)
+        server.process.kill()
+
+
+def run(hub: Hub, tmp_path: Path, config: ConvertConfig, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config))
-    command = [sys.executable, "-m", "biphasic", "convert", str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=hub)
+    return hub.run("convert", str(path), *arguments)
 
 
-def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
+def test_a_pinned_dataset_of_the_hub(hub: Hub, config_for: Make, tmp_path: Path) -> None:
     source = {"kind": "hub", "path": NAME, "name": "sample-10BT", "revision": COMMIT}
     config = config_for([], source=source, cluster={"workers": 1}, filters=[{"column": "int_score", "min": 4}])
     planned = run(hub, tmp_path, config, "--plan")
@@ -102,7 +114,7 @@ def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_
 
 
 def test_the_newest_commit_is_looked_up_and_recorded(
-    hub: dict[str, str], repository: Repository, config_for: Make, tmp_path: Path
+    hub: Hub, repository: Repository, config_for: Make, tmp_path: Path
 ) -> None:
     source = {"kind": "hub", "path": NAME, "name": "sample-10BT"}
     command = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
@@ -115,9 +127,7 @@ def test_the_newest_commit_is_looked_up_and_recorded(
     repository.revisions["main"] = COMMIT
     again = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
     assert "nothing to do" in again.stdout, again.stdout + again.stderr
-    verified = subprocess.run(
-        [sys.executable, "-m", "biphasic", "verify", str(tmp_path / "out")], capture_output=True, text=True, env=hub
-    )
+    verified = hub.run("verify", str(tmp_path / "out"))
     assert verified.returncode == 0 and "sources: 3 files, unchanged" in verified.stdout, verified.stdout
     repository.revisions["main"] = NEWER
     # Unfinished, and the dataset has moved on since: what was begun is not mixed with other text.
@@ -147,7 +157,7 @@ def test_the_newest_commit_is_looked_up_and_recorded(
     ],
 )
 def test_missing_hub_datasets_are_named(
-    hub: dict[str, str], config_for: Make, tmp_path: Path, source: dict[str, str], message: str
+    hub: Hub, config_for: Make, tmp_path: Path, source: dict[str, str], message: str
 ) -> None:
     command = run(hub, tmp_path, config_for([], source={"kind": "hub", **source}))
     assert command.returncode == 2

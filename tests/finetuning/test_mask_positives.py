@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from biphasic.downstream.prepare import prepare_task
-from biphasic.finetuning.retrieval import Retrieval
-from biphasic.finetuning.retrieval_losses import info_nce
+from biphasic.finetuning.retrieval import Retrieval, info_nce
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import build_task
 from helpers.downstream_sets import jsonl, one_task

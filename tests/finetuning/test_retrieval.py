@@ -24,8 +24,7 @@ from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score
 from biphasic.evaluation.sets import read_set, retrieval_task
 from biphasic.finetuning.classification import entity_scores
-from biphasic.finetuning.retrieval import Retrieval, hash_text
-from biphasic.finetuning.retrieval_losses import info_nce
+from biphasic.finetuning.retrieval import Retrieval, hash_text, info_nce
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import require_validation, run_trial, trial_name
 from biphasic.model.encoder import Encoder, load_encoder

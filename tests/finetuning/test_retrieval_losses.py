@@ -25,8 +25,7 @@ from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import _model
 from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.finetuning.plan import plan_finetuning
-from biphasic.finetuning.retrieval import Retrieval, hash_text
-from biphasic.finetuning.retrieval_losses import info_nce, kl_divergence
+from biphasic.finetuning.retrieval import Retrieval, hash_text, info_nce, kl_divergence
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import scored_sets
 from biphasic.model.encoder import Encoder, load_encoder

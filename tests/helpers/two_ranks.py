@@ -18,8 +18,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.downstream.array_cache import Ragged
 from biphasic.finetuning.batches import GlobalBatches
-from biphasic.finetuning.retrieval import Retrieval
-from biphasic.finetuning.retrieval_losses import info_nce
+from biphasic.finetuning.retrieval import Retrieval, info_nce
 from biphasic.finetuning.run import run
 from biphasic.finetuning.task import Examples
 from biphasic.finetuning.trainer import FinetuneModel
