@@ -113,11 +113,18 @@ def ring(size: float, gpus: int, machine: Machine, pieces: int = 0) -> float:
     return 2 * (moving + pieces * tree)
 
 
+def activation_bytes(size: Architecture, tokens: int) -> int:
+    """Bytes that `tokens` store in bf16 for the backward pass without activation checkpointing."""
+    # Inputs and outputs of the two norms, queries, keys, values, attention's output, gate, up, activation, product.
+    per_layer = 5 * size.hidden + size.head_dim * (2 * size.heads + 2 * size.kv_heads) + 4 * size.ffn
+    return 2 * tokens * size.layers * per_layer
+
+
 def microbatch_rows(size: Architecture, rows: int, shards: int, machine: Machine, work: Work) -> int:
     """Largest divisor of a GPU's `rows` that fits the memory; 0 if one row does not fit."""
     buckets = size.bucket_bytes if shards == 1 else 0
     room = USABLE * machine.memory - size.state_bytes(shards) - buckets
-    most = min(work.microbatch or rows, int(room // size.activation_bytes(work.row_tokens, 2)))
+    most = min(work.microbatch or rows, int(room // activation_bytes(size, work.row_tokens)))
     return max((n for n in range(1, rows + 1) if rows % n == 0 and n <= most), default=0)
 
 

@@ -127,7 +127,7 @@ def test_microbatches_fit_the_memory():
     size = PRESETS["1b"]
     rows = model.microbatch_rows(size, 144, 1, PLAIN, WORK)
     assert 144 % rows == 0
-    assert size.state_bytes(1) + size.bucket_bytes + size.activation_bytes(rows * 2048, 2) <= 0.8 * 80e9
+    assert size.state_bytes(1) + size.bucket_bytes + model.activation_bytes(size, rows * 2048) <= 0.8 * 80e9
     assert model.microbatch_rows(size, 144, 64, PLAIN, WORK) > rows
     assert model.step(size, "ddp", 8, replace(PLAIN, memory=20e9), WORK) is None
 

@@ -18,10 +18,10 @@ from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.downstream.array_cache import Ragged
 from biphasic.evaluation.search import ndcg_of_ten
-from biphasic.finetuning.answer_tokens import AnswerTokens, position_f1
 from biphasic.finetuning.batches import GlobalBatches
 from biphasic.finetuning.classification import TokenClassification, sentence_f1
 from biphasic.finetuning.finetuned_model import load_finetuned, predict, read_task
+from biphasic.finetuning.question_answering import AnswerTokens, position_f1
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trainer import FinetuneModel

@@ -15,9 +15,8 @@ from biphasic.config.finetune import AnswerTokensConfig, ClassificationConfig, Q
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError
-from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.classification import Classification
-from biphasic.finetuning.question_answering import QuestionAnswering
+from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnswering
 from biphasic.finetuning.run import run
 from biphasic.finetuning.truncation import format_and_cut, longest_first, windows
 from biphasic.model.encoder import TextTokenizer

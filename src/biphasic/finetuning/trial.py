@@ -19,10 +19,9 @@ from biphasic.data.seeds import derive_seed
 from biphasic.devices import rank_device, require_precision
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, warmup_batches
 from biphasic.finetuning.classification import Classification, MultiLabel, Regression, TokenClassification
-from biphasic.finetuning.question_answering import QuestionAnswering
+from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnswering
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel

@@ -114,12 +114,6 @@ class Architecture:
         """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
         return 12 * self.parameters
 
-    def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
-        """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing."""
-        # Inputs and outputs of the two norms, queries, keys, values, attention's output, gate, up, activation, product.
-        per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
-        return tokens * self.layers * per_layer * bytes_per_value
-
 
 def _pairs(length: int, causal: bool, window: int) -> int:
     """Return the number of pairs of tokens in a segment of which one attends to the other; a `window` of 0 is no limit."""
