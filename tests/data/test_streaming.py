@@ -408,33 +408,33 @@ from biphasic.config.load import load
 from biphasic.config.conversion_checks import check_rows
 from biphasic.preflight import disk_needs
 from helpers.tiny import losses, train
-config = load(sys.argv[1])
-print(*check_rows(config).problems, *check_rows(config).warnings, sep="\\n")
-print("disk", [str(folder) for folder, _ in disk_needs(config)])
-print("losses", losses(train(config)))
+for file in sys.argv[1:]:
+    config = load(file)
+    print(*check_rows(config).problems, *check_rows(config).warnings, sep="\\n")
+    print("disk", [str(folder) for folder, _ in disk_needs(config)])
+    print("losses", losses(train(config)))
 """
 
 
-@pytest.mark.parametrize("limit", [None, "100mb"])
 def test_a_dataset_that_can_only_be_read_is_unpacked_in_the_cache(
-    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, limit: str | None
+    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may write any folder, so its process gives up that capability."""
+    """Named by its splits, and by its folder with a limit. Root may write any folder, so its process gives this up."""
     expected = losses(train(config_of(write_yaml("writable"))))
     shared = tmp_path / "shared" / "data"
     shutil.copytree(tmp_path / "data", shared, ignore=shutil.ignore_patterns("*.mds"))
-    streams = {"folder": str(shared), "train": None} if limit else {"train": {"local": str(shared / "train")}}
-    changes: dict[str, Any] = {f"data__{key}": value for key, value in streams.items()}
-    if limit:
-        changes |= {"data__cache_limit": limit, "data__validation": None}
-    path = write_yaml("read_only", **changes)
+    whole = {"data__folder": str(shared), "data__train": None, "data__validation": None, "data__cache_limit": "100mb"}
+    paths = [
+        write_yaml("by_split", data__train={"local": str(shared / "train")}),
+        write_yaml("by_folder", **whole, data__cache=str(tmp_path / "limited")),
+    ]
     monkeypatch.chdir(tmp_path)
     for folder in (shared, *shared.iterdir()):
         folder.chmod(0o555)
     capability = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests"}
     run = subprocess.run(
-        [*capability, sys.executable, "-c", READ_ONLY, str(path)],
+        [*capability, sys.executable, "-c", READ_ONLY, *map(str, paths)],
         capture_output=True,
         text=True,
         check=False,
@@ -443,10 +443,10 @@ def test_a_dataset_that_can_only_be_read_is_unpacked_in_the_cache(
     for folder in (shared, *shared.iterdir()):
         folder.chmod(0o755)
     assert run.returncode == 0, run.stderr[-3000:]
-    cache = f"data/cache/data.train{shared}/train"
-    line = f"data.train: {shared}/train can't be written, so its shards are unpacked in {cache}"
-    assert run.stdout.count(line) == 2  # in the plan, and in the run
-    assert f"disk ['{cache}'" in run.stdout
-    assert run.stdout.splitlines()[-1] == f"losses {expected}"
+    for cache in (f"data/cache/data.train{shared}/train", f"{tmp_path}/limited/data.train{shared}/train"):
+        line = f"data.train: {shared}/train can't be written, so its shards are unpacked in {cache}"
+        assert run.stdout.count(line) == 2  # in the plan, and in the run
+        assert f"disk ['{cache}'" in run.stdout
+        assert list(Path(cache).rglob("*.mds"))
+    assert run.stdout.count(f"losses {expected}") == 2
     assert not list(shared.rglob("*.mds"))
-    assert list(Path(cache).rglob("*.mds"))

@@ -19,11 +19,11 @@ from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models
 
 from biphasic.errors import UserError
-from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever, document_texts
 from biphasic.evaluation.scoring import SplitScores, score_table
 from biphasic.evaluation.sets import judged_only, retrieval_task
 from biphasic.model.pooling import read_sentence_settings
+from helpers.random_embedder import RandomEmbedder
 
 CASES: dict[str, dict[str, Any]] = {
     "none": {},

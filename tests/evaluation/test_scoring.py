@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, bootstrap_interval, score
 from biphasic.evaluation.sets import retrieval_task
+from helpers.random_embedder import RandomEmbedder
 
 
 def test_scores_of_each_split_and_query() -> None:

@@ -10,10 +10,10 @@ import pytest
 from datasets import Dataset
 
 from biphasic.evaluation import blocks, retriever
-from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.sets import read_set
 from helpers.mteb_mirror import write_own
+from helpers.random_embedder import RandomEmbedder
 
 
 class RecordingEmbedder(RandomEmbedder):

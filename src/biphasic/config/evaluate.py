@@ -53,8 +53,8 @@ class EvaluateConfig(RunConfig):
     others need `full`."""
     mirror: LocalPath | None = None
     """Folder with copies of hub datasets, e.g. `<mirror>/mteb/nq`. If given, no data is read from the hub."""
-    baselines: Annotated[list[Literal["bm25", "random"]], distinct] = ["bm25", "random"]
-    """Baselines to score on the same retrieval datasets."""
+    baselines: Annotated[list[Literal["bm25"]], distinct] = ["bm25"]
+    """Baselines to score on the same retrieval datasets; an empty list leaves BM25 out."""
     precision: Literal["auto", "fp32", "amp_bf16"] = "auto"
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""
 

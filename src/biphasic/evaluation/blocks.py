@@ -19,7 +19,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from biphasic.checkpointing.fetch import local_checkpoint
-from biphasic.evaluation.embedder import Embedder
+from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path, is_remote, user_errors
 
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 
 def embed_blocks(
-    embedder: Embedder,
+    embedder: EncoderEmbedder,
     texts: Callable[[int, int], Sequence[str]],
     count: int,
     key: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""Embed texts for evaluation, with an encoder and its stored settings or with a random baseline."""
+"""Embed texts for evaluation, with an encoder and its stored settings."""
 
 from __future__ import annotations
 
@@ -77,25 +77,3 @@ class EncoderEmbedder:
                 "overflow in this precision (precision=fp32)"
             )
         return embeddings.numpy()
-
-
-class RandomEmbedder:
-    """A random baseline, whose embeddings depend only on a hash of the text."""
-
-    name, revision, width = "biphasic/random", "random-1", 64
-    sentence_settings = SentenceSettings()
-    settings: dict[str, Any] = {}
-    device = torch.device("cpu")
-    cut = 0
-
-    def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
-        """Return standard normal embeddings, fp32 [texts, width]."""
-        embeddings = np.empty((len(texts), self.width), np.float32)
-        for row, text in enumerate(texts):
-            seed = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            embeddings[row] = np.random.default_rng(int.from_bytes(seed, "big")).standard_normal(self.width, np.float32)
-        progress(len(texts))
-        return embeddings
-
-
-Embedder = EncoderEmbedder | RandomEmbedder

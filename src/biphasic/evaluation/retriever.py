@@ -20,19 +20,19 @@ from torch import Tensor
 
 from biphasic.errors import UserError
 from biphasic.evaluation.blocks import embed_blocks, from_first_rank, progress_bar
-from biphasic.evaluation.embedder import Embedder
+from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
 
 
 class Retriever(AbsEncoder):
-    """Gives mteb access to an `Embedder`: `index` and `search` for retrieval, `encode` for all other tasks.
+    """Gives mteb access to an `EncoderEmbedder`: `index` and `search` for retrieval, `encode` for all other tasks.
 
     All ranks must make the same calls together; each rank embeds its share. Embeddings of documents are stored in the
     folder `cache`, at most `limit` bytes; without a folder, none are.
     """
 
-    def __init__(self, embedder: Embedder, cache: Path | None = None, limit: int = 0):
+    def __init__(self, embedder: EncoderEmbedder, cache: Path | None = None, limit: int = 0):
         self.embedder, self._cache, self._limit = embedder, cache, limit
         self._corpus: Any = None
         # sentence-transformers defines these two prompts for every model, so mteb never uses the default prompt or `passage`
@@ -45,7 +45,7 @@ class Retriever(AbsEncoder):
                 "name": embedder.name,
                 "revision": embedder.revision,
                 "embed_dim": embedder.width,
-                "max_tokens": embedder.settings.get("max_length"),
+                "max_tokens": embedder.settings["max_length"],
                 "use_instructions": any(embedder.sentence_settings.prompts.values()),
                 "similarity_fn_name": ScoringFunction.COSINE if cosine else ScoringFunction.DOT_PRODUCT,
                 "framework": ["PyTorch"],

@@ -1,4 +1,4 @@
-"""Run `job: evaluate`: score an encoder by mteb's rules, together with BM25 and a random baseline."""
+"""Run `job: evaluate`: score an encoder by mteb's rules, together with BM25."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
 from biphasic.evaluation.blocks import from_first_rank, local_model
-from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
+from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score, score_table
 from biphasic.evaluation.search import query_columns, trec_run
@@ -70,7 +70,10 @@ def run(config: EvaluateConfig) -> Path:
     print_once(
         f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}"
     )
-    systems = [_model(config), *_baselines(config)]
+    systems = [_model(config)]
+    if config.baselines:
+        fingerprint = f"bm25s {importlib.metadata.version('bm25s')}"
+        systems.append(ScoredSystem("BM25", fingerprint, folder / "baselines", bm25(), {}))
     records = [record for task in tasks for record in _score_task(task, config.documents, systems, folder)]
     lines = score_table(records)
     if is_first_rank():
@@ -171,16 +174,6 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
     settings = {"model": model.path, "revision": embedder.revision, **embedder.settings}
     retriever = Retriever(embedder, Path(config.cache), config.cache_limit)
     return ScoredSystem(name, digest, None, retriever, settings)
-
-
-def _baselines(config: EvaluateConfig) -> list[ScoredSystem]:
-    folder, version = config.run_folder / "baselines", importlib.metadata.version("bm25s")
-    random = Retriever(RandomEmbedder(), Path(config.cache), config.cache_limit)
-    baselines = {
-        "bm25": ScoredSystem("BM25", f"bm25s {version}", folder, bm25(), {}),
-        "random": ScoredSystem("random", RandomEmbedder.revision, folder, random, {}),
-    }
-    return [baselines[name] for name in config.baselines]
 
 
 def _read_record(file: Path) -> dict[str, Any] | None:
