@@ -27,7 +27,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_network")
 def test_no_socket_is_opened(mirror: Path, model: Path, tmp_path: Path) -> None:
     folder = run(config_of(model, tmp_path, mirror=str(mirror), tasks=["NanoNQRetrieval"]))
-    assert len(values_of(folder)) == 3
+    assert len(values_of(folder)) == 2
     names = {task.name for task in plan_tasks(config_of(model, tmp_path, benchmarks=["NanoBEIR"]))}
     assert len(names) == 13 and "NanoNQRetrieval" in names
 

@@ -39,14 +39,13 @@ def metadata(card: str, tmp_path: Path) -> dict[str, Any]:
 
 def test_metadata_of_a_run(record: dict[str, Any], tmp_path: Path) -> None:
     assert metadata(pretrained_card(record), tmp_path) == {
-        "language": ["en"],
         "license": "apache-2.0",
         "library_name": "transformers",
         "pipeline_tag": "feature-extraction",
         "tags": ["biphasic", "eurobert", "encoder", "sentence-transformers"],
         "datasets": ["HuggingFaceFW/fineweb-edu"],
     }
-    # Local files have no id, and their language is unknown.
+    # Local files have no id.
     record["data"]["source"] = {"kind": "files", "paths": ["my_text/"]}
     assert not {"datasets", "language", "base_model"} & set(metadata(pretrained_card(record), tmp_path))
     record["data"] = {}

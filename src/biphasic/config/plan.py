@@ -16,8 +16,7 @@ from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import StreamRecord
 from biphasic.durations import BatchShape, Duration
-from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, shard_ranks
-from biphasic.model.rope import rows_problem
+from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, rows_problem, shard_ranks
 from biphasic.timeline import decay_start, resolve_phases
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,10 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
     draw = draw_validation(config, layouts)
-    texts = _sample_texts(config, layouts)
-    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
+    # Damaged files are reported later.
+    samples = chain.from_iterable(sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts))
+    texts = first_texts([entry.text for entry in samples if isinstance(entry, Document)])
+    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, texts)
     context = replace(ConversionContext.of(config, tokenizer, draw.end), backend=backend)
     try:
         with lock_output(context, units, sources.commit) as (store, earlier):
@@ -134,12 +136,6 @@ def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterat
     for position in np.unique(np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)):
         file = replace(places[position][0], row_groups=places[position][1])
         yield list(islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS))
-
-
-def _sample_texts(config: ConvertConfig, layouts: list[FileLayout]) -> list[str]:
-    # Damaged files are reported later.
-    samples = sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts)
-    return [entry.text for entries in samples for entry in entries if isinstance(entry, Document)]
 
 
 def first_texts(texts: list[str]) -> list[str]:

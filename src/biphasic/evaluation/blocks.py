@@ -1,4 +1,4 @@
-"""Embed the documents of a corpus in blocks, which the ranks share and which are cached on disk."""
+"""The cache of embeddings on disk, in blocks of documents, and what the ranks of an evaluation share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,6 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from biphasic.checkpointing.fetch import local_checkpoint
-from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path, is_remote, user_errors
 
@@ -31,42 +29,9 @@ _SMALL_CORPUS = 1 << 16
 Value = TypeVar("Value")
 
 
-def embed_blocks(
-    embedder: EncoderEmbedder,
-    texts: Callable[[int, int], Sequence[str]],
-    count: int,
-    key: Mapping[str, Any],
-    title: str,
-    cache: Path | None = None,
-    limit: int = 0,
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks.
-
-    The embeddings don't depend on the number of ranks, because the size of a block doesn't. There are `count` texts;
-    `texts(first, end)` returns some of them with their prompt, and `key`, of JSON types, is what they depend on. The
-    embeddings are stored in the folder `cache`, if one is given, where all together have at most `limit` bytes.
-
-    Raises:
-        UserError: an embedding is not finite, or the cache's folder can't be written to.
-    """
-    rank, world = dist.get_global_rank(), dist.get_world_size()
-    block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
-    folder = None
-    if cache is not None:
-        key = {"revision": embedder.revision, "settings": dict(embedder.settings), **key, "block": block}
-        folder = corpus_folder(cache, limit, key, 4 * count * embedder.width)
-    with progress_bar(count, title) as bar:
-
-        def embed(first: int, end: int) -> np.ndarray:
-            return embedder.embed(texts(first, end), lambda done: bar.update(done * world))
-
-        finished = 0
-        for number in range(rank, -(-count // block), world):
-            first, end = number * block, min((number + 1) * block, count)
-            file = None if folder is None else folder / f"{number:06d}.npy"
-            yield first, stored(file, (end - first, embedder.width), partial(embed, first, end))
-            finished += end - first
-            bar.update(finished * world - bar.n)  # stored embeddings, which `embed` doesn't count
+def block_size(documents: int) -> int:
+    """Return how many documents of a corpus of this size a file has. It doesn't depend on the number of ranks."""
+    return SMALL_BLOCK if documents < _SMALL_CORPUS else BLOCK
 
 
 def local_model(path: str, cache: Path) -> str:

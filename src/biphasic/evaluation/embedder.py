@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,10 +51,6 @@ class EncoderEmbedder:
             "tokens": self.encoder.text_tokenizer.fingerprint,
             **({"dimension": self.dimension} if self.dimension else {}),
         }
-
-    def digest(self, fingerprint: str) -> str:
-        """Return a hash of everything that affects an embedding; `fingerprint` is that of the weights."""
-        return hashlib.sha256(json.dumps([fingerprint, self.settings], sort_keys=True).encode()).hexdigest()
 
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
         """Return embeddings fp32 [texts, width]; `progress` is called with the number of texts just finished.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mteb.types import PromptType
 from torch import Tensor
 
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import embed_blocks, from_first_rank, progress_bar
+from biphasic.evaluation.blocks import block_size, corpus_folder, from_first_rank, progress_bar, stored
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
@@ -129,12 +130,25 @@ class Retriever(AbsEncoder):
 
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
-        key = {} if self._cache is None else {"prompt": prompt, "corpus": from_first_rank(lambda: _corpus_hash(corpus))}
+        embedder, count, rank, world = self.embedder, len(corpus), dist.get_global_rank(), dist.get_world_size()
+        block, folder = block_size(count), None
+        if self._cache is not None:
+            key = {"revision": embedder.revision, "settings": dict(embedder.settings), "prompt": prompt, "block": block}
+            key["corpus"] = from_first_rank(lambda: _corpus_hash(corpus))
+            folder = corpus_folder(self._cache, self._limit, key, 4 * count * embedder.width)
+        with progress_bar(count, title) as bar:
 
-        def texts(first: int, end: int) -> list[str]:
-            return [prompt + text for text in document_texts(corpus[first:end])]
+            def embed(first: int, end: int) -> np.ndarray:
+                texts = [prompt + text for text in document_texts(corpus[first:end])]
+                return embedder.embed(texts, lambda done: bar.update(done * world))
 
-        yield from embed_blocks(self.embedder, texts, len(corpus), key, title, self._cache, self._limit)
+            finished = 0
+            for number in range(rank, -(-count // block), world):
+                first, end = number * block, min((number + 1) * block, count)
+                file = None if folder is None else folder / f"{number:06d}.npy"
+                yield first, stored(file, (end - first, embedder.width), partial(embed, first, end))
+                finished += end - first
+                bar.update(finished * world - bar.n)  # stored embeddings, which `embed` doesn't count
 
 
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -167,7 +167,7 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
         raise UserError(f"model.dimension: {model.dimension} is more than the model's width of {encoder.width}")
     embedder = EncoderEmbedder(encoder, name, "", bf16, model.dimension)
     fingerprint = model_fingerprint(path, model.revision, model.trust_remote_code)
-    digest = embedder.digest(fingerprint)
+    digest = hashlib.sha256(json.dumps([fingerprint, embedder.settings], sort_keys=True).encode()).hexdigest()
     # mteb stores results by revision: the hub's commit, or a hash of everything that affects the scores if the model is
     # local or its embeddings are truncated.
     embedder.revision = digest[:16] if is_local or model.dimension else fingerprint

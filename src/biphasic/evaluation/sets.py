@@ -168,13 +168,7 @@ def _read_qrels(folder: Path) -> dict[str, Qrels]:
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
-    """Read the corpus or the queries. A missing title becomes an empty text; without any title, there is no column."""
-    table = pa.concat_tables([_read_file(file, SCHEMAS[name]) for file in _files(folder, name)])
-    if "title" not in table.column_names:
-        return table
-    at, titles = table.column_names.index("title"), table["title"]
-    untitled = titles.null_count == len(table)
-    return table.remove_column(at) if untitled else table.set_column(at, "title", titles.fill_null(""))
+    return pa.concat_tables([_read_file(file, SCHEMAS[name]) for file in _files(folder, name)])
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -187,16 +181,16 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
-    """Read the columns of a schema. Only `title` may be missing; ids may be whole numbers."""
+    """Read the columns of a schema. Only a `title` may be missing, which is then an empty text; ids may be whole numbers."""
     required = [name for name in schema.names if name != "title"]
     rows = open_table(DatasetConfig(files={"": [str(file)]}), "", required).rows
-    # An empty field of a TSV file is an empty text.
-    absent, parts = "" if file.suffix == ".tsv" else None, [schema.empty_table()]
+    parts = [schema.empty_table()]
     with user_errors(f"{file}: can't be read", pa.ArrowException, InvalidRow):
         for batch in rows.iter(_BATCH_ROWS):
             columns = {}
             for field in schema:
                 values = batch.get(field.name) or [None] * len(batch[required[0]])
+                absent = "" if file.suffix == ".tsv" or field.name == "title" else None
                 values = [absent if value is None else value for value in values]
                 if field.name.endswith("id"):
                     values = [str(value) if isinstance(value, int) else value for value in values]

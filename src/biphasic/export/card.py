@@ -20,8 +20,6 @@ _CARD = Template(
     trim_blocks=True,
     keep_trailing_newline=True,
 )
-_LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
-"""Languages of datasets on the hub, according to their dataset cards."""
 _PIPELINES = {"classification": "text-classification", "multi_label": "text-classification",
               "regression": "text-classification", "tokens": "token-classification",
               "question_answering": "question-answering", "answer_tokens": "question-answering",
@@ -43,12 +41,11 @@ def pretrained_card(
     trained = [phase for phase in record["phases"] if phase["batches"]]
     order = ", then ".join(phase["words"] for phase in trained)
     datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
-    languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
     return _card(
         "pretrained",
         name or model_name(config, record) + "-merged" * ("merged" in record),
         config["model"].get("init_from"),
-        {"language": languages or None, "datasets": datasets or None},
+        {"datasets": datasets or None},
         family=family,
         has_code=has_code,
         about=f"A text encoder pretrained with {order} (recipe: arXiv 2507.00994), {record['tokens']:,} tokens in all.",

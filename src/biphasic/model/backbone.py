@@ -13,9 +13,9 @@ from torch import nn
 
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
+from biphasic.model.architecture import rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
-from biphasic.model.rope import rows_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, is_remote, user_error
 from biphasic.storage.hub import why_missing

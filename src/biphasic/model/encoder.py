@@ -19,6 +19,7 @@ from biphasic.durations import longest_row
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention
+from biphasic.model.architecture import rope_threshold
 from biphasic.model.backbone import (
     config_content,
     is_decoder_export,
@@ -32,7 +33,6 @@ from biphasic.model.forward import packed_forward, padded_forward, reserved_posi
 from biphasic.model.language_model import MODERNBERT_HEADS
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.probe import is_bidirectional, switch_to_packed_attention
-from biphasic.model.rope import rope_threshold
 from biphasic.model.segments import Segments
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
