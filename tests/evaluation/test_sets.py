@@ -166,7 +166,7 @@ def test_texts_that_look_like_other_types_are_unchanged(ids: list[str], tmp_path
 
 
 def test_missing_titles_are_empty(tmp_path: Path) -> None:
-    """Null, or missing in some lines or some files. There is no column of titles if no document has one."""
+    """Null, or missing in some lines, some files, or all."""
     rows = [
         {"_id": "d1", "title": None, "text": "a"},
         {"_id": "d2", "text": "b"},
@@ -175,7 +175,7 @@ def test_missing_titles_are_empty(tmp_path: Path) -> None:
     some = read(write_set(tmp_path / "some", rows))
     assert split_of(some)["documents"] == {"d1": ("", "a"), "d2": ("", "b"), "d3": ("T", "c")}
     none = read(write_set(tmp_path / "none", rows[:2]))
-    assert split_of(none)["documents"] == {"d1": (None, "a"), "d2": (None, "b")}
+    assert split_of(none)["documents"] == {"d1": ("", "a"), "d2": ("", "b")}
     folder = write_set(tmp_path / "files", rows)
     (folder / "corpus.jsonl").unlink()
     jsonl(folder / "corpus" / "a.jsonl", rows[1:2])
