@@ -94,7 +94,7 @@ class Rehearsal:
     """For each phase, the number of rows in a microbatch and the peak memory."""
     validation_peak_bytes: int = 0
     flops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """For each objective, each batch's FLOPs as counted, and as computed by `Architecture.hardware_flops`."""
+    """For each objective, each batch's FLOPs as counted, and as computed by `Architecture.flops`."""
     half_precision_share: float = 1.0
     """Smallest share of a batch's FLOPs whose operands are bf16."""
     problems: list[str] = field(default_factory=list)
@@ -278,7 +278,7 @@ class _Measuring(Callback):
         batch: Any = state.batch
         model: Any = getattr(state.model, "module", state.model)  # DDP's module
         recomputed = recomputed_layers(model.model.backbone)
-        expected = model.model.architecture().hardware_flops(
+        expected = model.model.architecture().flops(
             segment_lengths(batch), step_of(batch).causal, self.gpu.nonzero, recomputed
         )
         counted = float(sum(self.gpu.flops.values()))

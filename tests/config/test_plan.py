@@ -129,7 +129,7 @@ def test_flops_by_hand() -> None:
     # One of the two layers computed again, and a row's padding of 2 with it.
     padded = 10 / 8 * matrices + (6 + 15 + 3) * pair
     expected = 3 * (2 * padded + 6 * head) + padded
-    assert size.hardware_flops([3, 5, 2], causal=True, predicted=6, recomputed=1) == expected
+    assert size.flops([3, 5, 2], causal=True, predicted=6, recomputed=1) == expected
 
 
 def test_flops_with_grouped_queries() -> None:

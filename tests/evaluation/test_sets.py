@@ -142,7 +142,7 @@ def test_numbers_as_ids_are_read_as_text(tmp_path: Path) -> None:
     documents = [{"_id": number, "text": f"t{number}"} for number in (7, 12)]
     judged = [{"query-id": 3, "corpus-id": 7, "score": 1}]
     task = read(write_set(tmp_path / "my-set", documents, [{"_id": 3, "text": "q"}], judged))
-    assert split_of(task) == {"documents": {"7": (None, "t7"), "12": (None, "t12")}, "queries": {"3": "q"},
+    assert split_of(task) == {"documents": {"7": ("", "t7"), "12": ("", "t12")}, "queries": {"3": "q"},
                               "qrels": {"3": {"7": 1}}}  # fmt: skip
 
 

@@ -65,11 +65,6 @@ class Format:
         """The `model_type` of the family's own classes."""
         return self.config.model_type.removeprefix(BIDIRECTIONAL)
 
-    def network(self, kind: Kind) -> Any:
-        """Return the network on the meta device."""
-        with torch.device("meta"):
-            return self.classes[kind](self.config)
-
 
 def add_older_keys(folder: Path) -> None:
     """Add to a ModernBERT's config.json what text-embeddings-inference and transformers 4 read in place of newer keys.

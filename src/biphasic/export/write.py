@@ -80,7 +80,8 @@ def write_folder(
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
     """
     require_free(out, force)
-    network = fmt.network(kind)
+    with torch.device("meta"):
+        network = fmt.classes[kind](fmt.config)
     weights = {re.sub(r"^backbone\.", "model.", name): weight for name, weight in weights.items()}
     _fill(network, fmt.rename(weights), dtype, origin)
     settings = settings or SentenceSettings()

@@ -81,27 +81,21 @@ class Architecture:
     def parameters(self) -> int:
         return self.body_parameters + self.embedding_parameters + self.head_parameters
 
-    def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
+    def flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int = 0) -> float:
         """Return the FLOPs of a training step, the numerator of MFU (PaLM, appendix B).
 
         A multiplication and an addition count as two; the backward pass counts as twice the forward pass. Included are
         the layers' matrix products, attention between tokens of segments of these `lengths` that see each other, and the
-        logits of `predicted` positions; recomputation is not.
+        logits of `predicted` positions. What a GPU computes has also the forward pass of `recomputed` layers, and padding.
         """
         head = 2 * (self.vocab_size + self.dense_head * self.hidden) * self.hidden * predicted
-        return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
-
-    def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
-        """Return `flops` plus a forward pass of `recomputed` layers. `lengths` include padding."""
         lengths = list(lengths)
-        return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
-
-    def _layers_forward(self, lengths: list[int], causal: bool, layers: int) -> float:
         matrices = 2 * (self.layer_parameters - 2 * self.hidden) * sum(lengths)
         everywhere, nearby = (sum(_pairs(length, causal, limit) for length in lengths) for limit in (0, self.window))
         share = self.local_layers / self.layers
         pairs = everywhere if not share else share * nearby + (1 - share) * everywhere
-        return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
+        layer = matrices + 4 * self.heads * self.head_dim * pairs
+        return (3 * self.layers + recomputed) * layer + 3 * head
 
     def state_bytes(self, shards: int) -> int:
         """Return the bytes of fp32 weights, gradients and Adam's two moments on each of `shards` ranks."""
