@@ -82,7 +82,8 @@ class Hub:
 @pytest.fixture(scope="module")
 def hub(repository: Repository, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     with serve_hub({NAME: repository}, tmp_path_factory.mktemp("home")) as environment:
-        server = warm.Server({**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        modules = ("biphasic.conversion.plan", "biphasic.conversion.verify", "datasets.load", "huggingface_hub.hf_api")
+        server = warm.Server({**environment, "OMP_NUM_THREADS": "1"}, *modules)
         yield Hub(environment, server)
         server.process.kill()
 

@@ -199,7 +199,7 @@ def test_a_long_line_and_integer_grades_in_floats(tmp_path: Path) -> None:
     assert (folder / "corpus.jsonl").stat().st_size > 3 << 20
     jsonl(folder / "qrels" / "test.jsonl", [{**row, "score": float(row["score"])} for row in QRELS])
     content = split_of(read(folder))
-    assert content["documents"]["d1"] == (None, long)
+    assert content["documents"]["d1"] == ("", long)
     assert content["qrels"] == EXPECTED["qrels"]
     assert all(isinstance(grade, int) for grades in content["qrels"].values() for grade in grades.values())
 

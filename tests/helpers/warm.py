@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -25,11 +26,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class Server:
-    """A process that has made the imports, started with an environment."""
+    """A process that has made the imports, started with an environment; by default those of every run, else `modules`."""
 
-    def __init__(self, environment: dict[str, str]):
+    def __init__(self, environment: dict[str, str], *modules: str):
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         atexit.register(self.process.kill)
 
@@ -128,7 +133,10 @@ def remember_machine() -> None:
 
 def _serve() -> None:
     sys.path[:1] = [str(ROOT / "src"), str(ROOT / "tests")]
-    _make_imports()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    if not sys.argv[1:]:
+        _make_imports()
     gc.freeze()
     # Nobody waits for the jobs' parents.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
