@@ -77,12 +77,6 @@ class ExactTopK:
         best, queries, scale = self._best[part], self._queries[part], self._lengths[part] * longest
         numbers, error = torch.arange(len(best) + 1, device=block.device), _fp32_error(block.shape[1])
 
-        def at_least(scores: Tensor) -> Tensor:
-            """Return the least product of scaled vectors of these scores, fp32 [queries, 1]; -2 is below all."""
-            # fp32 makes scores equal that lie far apart on this scale: near 0 and beyond its largest number.
-            lowest = scores.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
-            return (lowest / scale[:, None] - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
-
         product = _fp32_product(self._scaled[part], F.pad(scaled, (0, 0, 0, -len(block) % 8)))
         product[:, len(block) :] = -torch.inf
         if allowed is not None:
@@ -93,7 +87,10 @@ class ExactTopK:
             worst = _scores(best.amin(1, keepdim=True))
         elif allowed is None and peaks.shape[1] >= self._k:
             worst = (peaks.topk(self._k, dim=1).values[:, -1:].double() - error) * scale[:, None]
-        least = at_least(worst)
+        # The least product of scaled vectors of the worst score; -2 is below all. fp32 makes scores equal that lie far apart on
+        # this scale: near 0 and beyond its largest number.
+        lowest = worst.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
+        least = (lowest / scale[:, None] - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
         query, peak = (peaks >= least).nonzero().T.contiguous()
         many = torch.searchsorted(query, numbers).diff() > peaks.shape[1] // 2
         query, peak = query[~many[query]], peak[~many[query]]
