@@ -76,7 +76,6 @@ class ExactTopK:
         `scaled` is `block` over `longest`, in fp32: at most of length 1, as the scaled queries."""
         best, queries, scale = self._best[part], self._queries[part], self._lengths[part] * longest
         numbers, error = torch.arange(len(best) + 1, device=block.device), _fp32_error(block.shape[1])
-
         product = _fp32_product(self._scaled[part], F.pad(scaled, (0, 0, 0, -len(block) % 8)))
         product[:, len(block) :] = -torch.inf
         if allowed is not None:
@@ -87,8 +86,8 @@ class ExactTopK:
             worst = _scores(best.amin(1, keepdim=True))
         elif allowed is None and peaks.shape[1] >= self._k:
             worst = (peaks.topk(self._k, dim=1).values[:, -1:].double() - error) * scale[:, None]
-        # The least product of scaled vectors of the worst score; -2 is below all. fp32 makes scores equal that lie far apart on
-        # this scale: near 0 and beyond its largest number.
+        # The least product of scaled vectors of the worst score; -2 is below all. fp32 makes scores equal that lie far
+        # apart on this scale: near 0 and beyond its largest number.
         lowest = worst.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
         least = (lowest / scale[:, None] - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
         query, peak = (peaks >= least).nonzero().T.contiguous()
