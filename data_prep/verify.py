@@ -3,6 +3,7 @@
 import sys
 
 from biphasic.commands import main
+from biphasic.processes import run_command
 
 if __name__ == "__main__":
-    sys.exit(main(["verify", *sys.argv[1:]]))
+    run_command(lambda: main(["verify", *sys.argv[1:]]))

@@ -1,8 +1,7 @@
 """Run the job of a YAML: `composer src/main.py FILE.yaml`. Without the repository: `composer -m biphasic.main FILE.yaml`."""
 
-import sys
-
 from biphasic.main import main
+from biphasic.processes import run_command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

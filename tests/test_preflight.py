@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_two_ranks_without_faults(s3: Path, write_yaml: Write) -> None:
     assert "2 x CPU, " in output and "GB/s among them" in output and "no faults" in output
     assert f"s3://{bucket}/runs/fit: written, read and deleted in" in output
     assert "1 splits readable; tokenizer" in output and "free for" in output
+    assert re.search(r"^    /dev/shm: \S+ \w+ free for \S+ \w+$", output, re.M)
     assert not (path.parent / "cache").exists()
 
 

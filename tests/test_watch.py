@@ -234,7 +234,7 @@ def test_killed_and_stopped_on_s3(
     assert scored(place) == [10]
     # The half-done trial is repeated. SIGTERM in the one after it.
     ended = start_watch(place, file, held="ba30", code=STOPPED_WHILE_IT_STARTS_A_TRIAL).wait(60)
-    assert ended.returncode == 130, ended.stdout + ended.stderr
+    assert ended.returncode == 75, ended.stdout + ended.stderr
     assert "ba10: fine-tuning" not in ended.stdout
     assert ended.stdout.endswith("scored since this start: ba20\ninterrupted: the same command goes on from there\n")
     ended = start_watch(place, file).wait()

@@ -3,8 +3,8 @@
 #
 #     recipes/launch/node.sh FILE.yaml [key=value ...]
 #
-# Which node this is comes from the environment (README.md has the variables). Exit status: 0 done, 75 preempted and
-# saved (start the same command again), 2 something must be changed first, anything else failed.
+# Which node this is comes from the environment (README.md has the variables). Exit status: 0 done, 75 preempted (start the
+# same command again), 2 something must be changed first, 130 interrupted without saving, anything else failed.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -130,10 +130,10 @@ say "of $nodes, $nproc processes: launcher.py ${arguments[*]} src/main.py $*"
 failures=0
 while true; do
     attempt "$@"
-    if ((status == 0 || status == 2)); then exit "$status"; fi
+    if ((status == 0 || status == 2 || status == 130)); then exit "$status"; fi
     if [[ -n $told ]]; then
-        # This node is going away, whatever became of the ranks: those that were still starting have died of the signal.
-        say "preempted (status $status)"
+        # This node is going away, whatever became of the ranks.
+        if ((status == 75)); then say preempted; else say "preempted before it could save (status $status)"; fi
         exit 75
     fi
     if ((status == 75)); then

@@ -1,8 +1,15 @@
 """`python -m biphasic` is the command `biphasic`."""
 
-import sys
+from typing import NoReturn
 
 from biphasic.commands import main
+from biphasic.processes import run_command
+
+
+def run() -> NoReturn:
+    """Run the command line as this process."""
+    run_command(main)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

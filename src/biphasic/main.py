@@ -20,6 +20,7 @@ from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import import_torchmetrics, set_allocators
 from biphasic.errors import UserError
+from biphasic.processes import run_command
 from biphasic.ranks import is_first_rank, run_rank
 
 if TYPE_CHECKING:
@@ -166,4 +167,4 @@ def _run(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import shutil
 import socket
@@ -27,6 +28,7 @@ from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import stored_row_problems
 from biphasic.data.shards import require_first_shard
+from biphasic.data.shared_memory import require_shared_memory
 from biphasic.data.streams import INDEX, RowStream, opened_streams, read_conversions
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.devices import rank_device, require_compiler, require_precision, require_usable_gpus
@@ -108,7 +110,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
         except UserError as error:
             facts["faults"].append(str(error))
     if dist.get_local_rank() == 0 and isinstance(config, PretrainConfig):
-        for name, check_node in (("bucket", _bucket), ("disk", _disk), ("data", _data)):
+        for name, check_node in (("bucket", _bucket), ("disk", _disk), ("memory", _memory), ("data", _data)):
             try:
                 facts[name] = check_node(config)
             except (UserError, OSError) as error:
@@ -147,7 +149,7 @@ def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
     for node, first in sorted(firsts.items()):
         bandwidth = f", {first['node_bandwidth']:.3g} GB/s among them" if first["node_bandwidth"] else ""
         lines.append(f"node {node}: {first['host']}, {ranks[node]} x {first['device']}{bandwidth}; {first['versions']}")
-        lines += [f"    {first[name]}" for name in ("bucket", "disk", "data") if first.get(name)]
+        lines += [f"    {first[name]}" for name in ("bucket", "disk", "memory", "data") if first.get(name)]
     if slowest := min(facts["bandwidth"] for facts in all_facts):
         lines.append(f"all-reduce over {len(all_facts)} ranks: {slowest:.3g} GB/s (slowest rank)")
     lines += [f"FAULT {fault}" for fault in faults]
@@ -247,12 +249,28 @@ def disk_needs(config: PretrainConfig) -> list[tuple[Path, int]]:
 
 def _cache_bytes(stream: RowStream, limit: int | None) -> int:
     """Return the size to which a stream's cache grows; if its index can't be read, which `_data` reports, the limit."""
-    try:
-        shards = json.loads(open_store(stream.remote or stream.local).read(INDEX))["shards"]
-        size = sum(int(shard["raw_data"]["bytes"]) for shard in shards)
-    except (UserError, OSError, ValueError, LookupError, TypeError):
-        return limit or 0
+    size = sum(int(shard["raw_data"]["bytes"]) for shard in _shards(stream)) or limit or 0
     return size if limit is None else min(size, limit)
+
+
+def _shards(stream: RowStream) -> list[dict[str, Any]]:
+    """Return the entries of a stream's index; none if it can't be read, which `_data` reports."""
+    try:
+        return json.loads(open_store(stream.remote or stream.local).read(INDEX))["shards"]
+    except (UserError, OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _memory(config: PretrainConfig) -> str:
+    """Check the room in the machine's shared memory for the data that needs most, beside what other jobs have there."""
+    ranks, lines = dist.get_local_world_size(), dict[int, str]()
+    for each in sources(config.inputs):
+        rows = each.data.epoch_rows or sum(
+            int(s["samples"]) for stream in each.streams.values() for s in _shards(stream)
+        )
+        batch_rows, loaders = math.ceil(each.rows / dist.get_world_size()), each.data.num_workers * ranks
+        lines[rows] = require_shared_memory(rows, each.data.sequence_length, batch_rows, loaders)
+    return lines[max(lines)]
 
 
 def _data(config: PretrainConfig) -> str:

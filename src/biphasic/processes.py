@@ -1,18 +1,28 @@
-"""What this machine lets a process use (cores, open files, sockets), and signals of processes that start others."""
+"""What this machine lets a process use (cores, open files, sockets), and what signals do to commands and their processes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import resource
+import select
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import util
+from threading import Thread
 from types import FrameType
+from typing import NoReturn
 
-from biphasic.errors import UserError
+from biphasic.errors import PREEMPTED, UserError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What schedulers and clouds send before they take a machine, and what arrives when a terminal is closed."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C (128 + SIGINT)."""
+SAME_COMMAND = "what is finished is kept, and the same command does the rest"
 
 _MOST_FILES = 65_536
 """Some programs take longer to start the higher their limit is."""
@@ -47,6 +57,72 @@ def require_short_temporary_folder() -> None:
             f"TMPDIR: {folder} has a path of {length} bytes, in which processes can't make sockets: expected at most "
             f"{_TEMPORARY_BYTES}, as TMPDIR=/tmp"
         )
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command as this process, and exit with the status that it returns.
+
+    Until then a stop signal ends the process at once with status 75 and a line, also while its main thread waits in a
+    library, unless the command has a handler of its own. Afterwards stop signals are ignored, since the command was not
+    stopped. Signals that are ignored stay so, such as SIGHUP under `nohup`.
+    """
+    global _is_command
+    _is_command = True
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)
+    os.register_at_fork(after_in_child=_forget_signals)
+    Thread(target=_end_on_signals, args=(read,), name="signals", daemon=True).start()
+    try:
+        status = main()
+    finally:
+        # When Python ends, it restores the default handler of a signal that is not ignored.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Do nothing: `_end_on_signals` learns of a signal even if the main thread doesn't get here, such as in a collective."""
+
+
+_is_command = False
+"""Whether `run_command` runs this process."""
+
+
+def ends_command(handler: object) -> bool:
+    """Return whether a signal's handler is that of `run_command`, or Composer's, which its import puts in its place."""
+    return _is_command and (handler is _stop or getattr(handler, "__module__", "") == "composer.core.engine")
+
+
+def _end_on_signals(pipe: int) -> None:
+    interrupted = False
+    while True:
+        numbers = os.read(pipe, 64)
+        # Two signals at once arrive in any order.
+        if select.select([pipe], [], [], 0.1)[0]:
+            numbers += os.read(pipe, 64)
+        # Composer's launcher sends SIGTERM soon after Ctrl-C, while the command still ends.
+        interrupted = interrupted or signal.SIGINT in numbers
+        for number in numbers:
+            if number not in STOP_SIGNALS or interrupted or not ends_command(signal.getsignal(number)):
+                continue
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                os.kill(os.getpid(), signal.SIGKILL)  # the launcher would print this rank's output after another status
+            # Not `print`, because the main thread may hold the lock of its stream.
+            os.write(2, f"{signal.Signals(number).name}: stopped; {SAME_COMMAND} (status {PREEMPTED})\n".encode())
+            os._exit(PREEMPTED)
+
+
+def _forget_signals() -> None:
+    """In a forked process, restore what signals do: its parent's pipe is not for its signals."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

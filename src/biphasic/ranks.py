@@ -23,11 +23,12 @@ from threading import Event, Lock, Thread, Timer
 from typing import Any, TextIO
 
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, Unavailable, UserError, first_line, is_lost_rank
-from biphasic.processes import raise_file_limit
+from biphasic.processes import INTERRUPTED, SAME_COMMAND, raise_file_limit
 
-FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
-"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); the
-reader of the output has closed the pipe (128 + SIGPIPE)."""
+FAILED, REFUSED, UNREAD = 1, 2, 141
+"""Exit statuses: a restart may help; something must be changed first; the reader of the output has closed the pipe (128 +
+SIGPIPE)."""
+INTERRUPTED_REASON = "interrupted with Ctrl-C (SIGINT)"
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 """Time for the main thread to fail by itself after another rank's fault, since often all ranks have the same fault."""
@@ -70,7 +71,13 @@ def run_rank(job: Callable[[], int]) -> int:
         if is_first_rank():
             print(f"{stop}; status {PREEMPTED}: start the same command again to resume")
         return PREEMPTED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # Composer's handler of SIGINT exits with this status.
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
+        if is_first_rank():
+            what = str(end) if isinstance(end, KeyboardInterrupt) and end.args else "interrupted"
+            print(f"{what}: {SAME_COMMAND} (status {INTERRUPTED})", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if _ranks is not None:
@@ -138,9 +145,8 @@ class _Fault:
             text, lost = f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by another program: start again", True
         elif isinstance(error, ConfigError | UserError):
             status, text = FAILED if isinstance(error, Unavailable) else REFUSED, str(error)
-        # Composer's handler of SIGINT exits with this status.
         elif isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == INTERRUPTED):
-            status, text = INTERRUPTED, "interrupted with Ctrl-C (SIGINT), without saving"
+            status, text = INTERRUPTED, INTERRUPTED_REASON
         elif isinstance(error, Preempted):
             text = first_line(error)
         return cls(int(os.environ.get("RANK", "0")), int(os.environ.get("NODE_RANK", "0")), status, text, lost)

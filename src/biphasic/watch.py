@@ -24,9 +24,9 @@ from biphasic.checkpointing.start_rules import recorded_config
 from biphasic.config.finetune import NOT_IN_RESULT, EncoderConfig, FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.config.pretrain import LoggingConfig
-from biphasic.errors import UserError, first_line
-from biphasic.processes import die_with_parent, noted_signals
-from biphasic.ranks import FAILED, INTERRUPTED
+from biphasic.errors import PREEMPTED, UserError, first_line
+from biphasic.processes import INTERRUPTED, STOP_SIGNALS, die_with_parent, noted_signals
+from biphasic.ranks import FAILED
 from biphasic.storage import Store, is_remote, is_unreachable, json_bytes, open_store, user_error
 from biphasic.training.loggers import log_scores
 from biphasic.training.metrics_file import SCORES
@@ -63,13 +63,13 @@ class Watcher:
     def watch(self) -> int:
         """Score checkpoints until the run's last one is scored, and return the exit status: 1 if a trial failed.
 
-        After Ctrl-C or SIGTERM it is 130. Raises a UserError if the scores of this name were made with other settings, if
-        the place can't be read, or if the first trial fails.
+        After Ctrl-C it is 130, and after SIGTERM, SIGUSR1 or SIGHUP 75. Raises a UserError if the scores of this name were
+        made with other settings, if the place can't be read, or if the first trial fails.
         """
         try:
             # An exception is not raised in the signal's handler: Python loses it while it starts a process, and this one
             # would go on; in the middle of a download, boto3's threads could keep it from ending.
-            with noted_signals((signal.SIGINT, signal.SIGTERM), interrupt_on_second=True) as self._signals:
+            with noted_signals((signal.SIGINT, *STOP_SIGNALS), interrupt_on_second=True) as self._signals:
                 while not self._step():
                     self._pause(0)
             status, end = 0, f"the run has finished; all scores: biphasic runs {self.place}"
@@ -77,7 +77,8 @@ class Watcher:
                 names = ", ".join(f"ba{batch}" for batch in self._failed)
                 status, end = FAILED, f"failed: {names}; the same command tries again"
         except KeyboardInterrupt:
-            status, end = INTERRUPTED, "interrupted: the same command goes on from there"
+            status = INTERRUPTED if self._signals[:1] == ["SIGINT"] else PREEMPTED
+            end = "interrupted: the same command goes on from there"
         print(f"scored since this start: {', '.join(self._scored) or 'nothing'}\n{end}", flush=True)
         return status
 

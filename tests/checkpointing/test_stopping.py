@@ -20,7 +20,18 @@ from biphasic.storage import open_store
 from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.buckets import bucket_for
-from helpers.tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights
+from helpers.tiny import (
+    ROOT,
+    composer_command,
+    config_of,
+    keep_checkpoints_up_to,
+    launch,
+    losses,
+    start,
+    train_alone,
+    wait_for_batch,
+    weights,
+)
 
 
 def trained_batches(folder: Path) -> list[str]:
@@ -64,17 +75,18 @@ def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) 
     assert all((weight == expected[name]).all() for name, weight in weights(folder, 80).items())
 
 
-def test_sigusr1_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write) -> None:
-    destination = f"s3://{bucket_for(s3, 'stopping-sigusr1')}/run"
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
+def test_a_signal_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write, name: str) -> None:
+    destination = f"s3://{bucket_for(s3, f'stopping-{name.lower()}')}/run"
     path = write_yaml("stopped", max_duration="200ba", checkpoint__interval="1000ba", data__num_workers=1,
                       parallelism__strategy="fsdp", checkpoint__folder=destination)  # fmt: skip
     folder = Path(config_of(path).output) / "stopped"
     job = start(path, processes=2)
     wait_for_batch(folder, 11, job)
-    os.kill(job.ranks[1], signal.SIGUSR1)
+    os.kill(job.ranks[1], signal.Signals[name])
     run = job.wait(60)
     assert run.returncode == 75, run.stderr[-3000:]
-    assert_stopped_and_saved(run.stdout, "SIGUSR1", destination, folder)
+    assert_stopped_and_saved(run.stdout, name, destination, folder)
 
 
 SIGNAL_IN_VALIDATION = """
@@ -225,7 +237,7 @@ def test_a_first_signal_after_a_fault_is_not_a_second_one(capsys: pytest.Capture
         os.kill(os.getpid(), signal.SIGTERM)
         stopping.batch_end(none, none)
     finally:
-        stopping.restore_handlers()
+        stopping.restore_handlers(ended=False)
     assert (stopping.reason, stopping.is_fault, stopping.saved) == ("the disk is full", True, False)
     output = capsys.readouterr().out
     assert "SIGTERM: the run stops after this batch without saving, because of a fault" in output
@@ -264,7 +276,66 @@ def test_ctrl_c_is_recorded_in_plain_words(write_yaml: Write) -> None:
     os.kill(job.ranks[0], signal.SIGINT)
     assert job.wait(60).returncode == 130
     [attempt] = read_attempts(open_store(str(folder / "checkpoints")))
-    assert attempt["reason"] == "interrupted with Ctrl-C (SIGINT), without saving"
+    assert attempt["reason"] == "interrupted with Ctrl-C (SIGINT), before the first checkpoint"
+
+
+def test_ctrl_c_in_the_last_save_says_what_was_saved(write_yaml: Write) -> None:
+    path = write_yaml("interrupted", max_duration="8ba", checkpoint__interval="5ba")
+    code = """
+import os, signal
+from biphasic.checkpointing.save import Saver
+Saver._finish = lambda self: os.kill(os.getpid(), signal.SIGINT)
+"""
+    assert launch(path, code=code).returncode == 130
+    [attempt] = read_attempts(open_store(str(Path(config_of(path).output) / "interrupted" / "checkpoints")))
+    assert attempt["reason"] == "interrupted with Ctrl-C (SIGINT); the newest checkpoint is of batch 8"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_after_the_end_of_a_run_changes_nothing(write_yaml: Write, name: str) -> None:
+    """Composer's launcher signals the other ranks when the first one ends."""
+    path = write_yaml("finished", max_duration="8ba", checkpoint__interval="5ba")
+    code = f"""
+import os, signal, time
+from biphasic.checkpointing.open_run import Run
+close = Run.close
+def close_and_signal(self, reason):
+    close(self, reason)
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(0.3)
+Run.close = close_and_signal
+"""
+    run = launch(path, code=code)
+    assert run.returncode == 0 and "stopped" not in run.stderr, run.stderr
+    [attempt] = read_attempts(open_store(str(Path(config_of(path).output) / "finished" / "checkpoints")))
+    assert attempt["reason"] == "finished"
+
+
+def test_a_signal_before_the_first_batch_trains_none(write_yaml: Write) -> None:
+    """A new run has nothing to save, and a resumed one starts from the checkpoint that it has."""
+    path = write_yaml("early", max_duration="8ba", checkpoint__interval="4ba")
+    folder = Path(config_of(path).output) / "early"
+    code = """
+import os, signal
+from biphasic.checkpointing.stopping import StopCoordinator
+after_dataloader = StopCoordinator.after_dataloader
+def signalled(self, state, logger):
+    if int(state.timestamp.batch) % 4 == 0 and not self._has_begun:
+        os.kill(os.getpid(), signal.SIGTERM)
+    after_dataloader(self, state, logger)
+StopCoordinator.after_dataloader = signalled
+"""
+    new = launch(path, processes=2, code=code)
+    assert new.returncode == 75 and "stopped before batch 1, the first of this start" in new.stdout, new.stdout
+    assert not list((folder / "checkpoints").glob("*.pt"))
+    assert launch(path).returncode == 0
+    trained = weights(folder, 8)
+    keep_checkpoints_up_to(folder, 4)
+    resumed = launch(path, processes=2, code=code)
+    assert resumed.returncode == 75 and "stopped before batch 5, the first of this start" in resumed.stdout
+    assert sorted(file.name for file in (folder / "checkpoints").glob("*.pt")) == ["ba4-rank0.pt"]
+    assert launch(path).returncode == 0
+    assert all((weight == trained[name]).all() for name, weight in weights(folder, 8).items())
 
 
 def test_a_rank_whose_loader_was_killed_ends_soon(write_yaml: Write, tmp_path: Path) -> None:

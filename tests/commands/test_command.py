@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,16 +58,28 @@ def test_a_closed_pipe_ends_without_a_traceback(tmp_path: Path) -> None:
         assert ran.stderr == "" and ran.returncode in (0, 141)
 
 
-def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 75, "SIGTERM: stopped"),
+        (signal.SIGUSR1, 75, "SIGUSR1: stopped"),
+        (signal.SIGHUP, 75, "SIGHUP: stopped"),
+    ],
+)
+def test_a_signal_ends_a_command_with_a_line(tmp_path: Path, number: int, status: int, line: str) -> None:
+    """Also while its main thread waits in a system call, as in a collective of a library."""
     fifo = tmp_path / "wait.yaml"
     os.mkfifo(fifo)
     started = subprocess.Popen([*BIPHASIC, "preflight", str(fifo)], stderr=subprocess.PIPE, text=True)
     writer = os.open(fifo, os.O_WRONLY)  # Returns when the command has opened the file to read it.
     time.sleep(0.05)
-    started.send_signal(signal.SIGINT)
+    started.send_signal(number)
     _, errors = started.communicate(timeout=30)
     os.close(writer)
-    assert started.returncode == 130 and errors == ""
+    assert started.returncode == status
+    kept = "what is finished is kept, and the same command does the rest"
+    assert re.fullmatch(rf"{line}[:;] {kept} \(status {status}\)\n", errors)
 
 
 def completions(line: str, shell: str = "bash") -> set[str]:

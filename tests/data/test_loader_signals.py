@@ -27,18 +27,19 @@ next(iter(DataLoader(Waits(), num_workers=1, worker_init_fn=handle_loader_signal
 
 START = """
 import os, signal, time
-from biphasic.data.loader_signals import SIGNALS, Loader, end_loaders, handle_loader_signals, keep_loaders
+from biphasic.data.loader_signals import Loader, end_loaders, handle_loader_signals, keep_loaders
+from biphasic.processes import STOP_SIGNALS
 
 taken = []
-for number in SIGNALS:  # as `StopCoordinator` does
+for number in STOP_SIGNALS:  # as `StopCoordinator` does
     signal.signal(number, lambda number, frame: taken.append(number))
 rank = os.getpid()
 sender = os.fork()
 if not sender:
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == rank:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             os.killpg(0, number)
         time.sleep(0.0005)
     os._exit(0)

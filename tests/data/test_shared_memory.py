@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,3 +173,16 @@ shared_memory._take_free_number = note
     numbers = (tmp_path / "numbers").read_text().split()
     assert len(numbers) == 2
     assert [name for name in os.listdir("/dev/shm") if any(number in name for number in numbers)] == []
+
+
+def test_too_little_shared_memory_is_named_before_the_kernel_ends_a_process(write_yaml: Write) -> None:
+    code = """
+import shutil, types
+from biphasic.data import shared_memory
+usage = lambda path: types.SimpleNamespace(free=500) if str(path) == "/dev/shm" else shutil.disk_usage(path)
+shared_memory.shutil = types.SimpleNamespace(disk_usage=usage)
+"""
+    run = launch(write_yaml(), processes=2, code=code)
+    assert run.returncode == 2
+    need = r"/dev/shm: 500 B free, but the order of [\d,]+ rows and the loaders' batches need [\d.]+ KB: .*--shm-size"
+    assert len(re.findall(need, run.stderr)) == 1, run.stderr

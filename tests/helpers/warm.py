@@ -168,7 +168,7 @@ def _make_imports() -> None:
 def _supervise(request: dict[str, Any], pipe: int) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     exec(request["setup"], {})
     from helpers.ports import free_port
@@ -191,7 +191,7 @@ def _supervise(request: dict[str, Any], pipe: int) -> None:
 
 
 def _run_rank(request: dict[str, Any], rank: int, place: dict[str, str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -200,11 +200,13 @@ def _run_rank(request: dict[str, Any], rank: int, place: dict[str, str]) -> None
         file = os.open(f"{request['folder']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     sys.argv = [f"{request['module']}.py", *request["arguments"]]
+    from biphasic.processes import run_command
+
     status = 0
     try:
         exec(request["code"], {})
         if request["module"] == "main":
-            status = sys.modules["main"].main()
+            run_command(sys.modules["main"].main)
         else:
             runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -238,6 +238,7 @@ def test_the_preflight_runs_first_and_its_failure_ends_the_job(node: Node) -> No
         ("75,0", {"BIPHASIC_ON_PREEMPTION": "exit"}, 75, 1),
         ("75,0", {**SLURM, "BIPHASIC_ON_PREEMPTION": "restart"}, 0, 2),
         ("2,0", {}, 2, 1),
+        ("130,0", {}, 130, 1),
         ("1,2,0", {}, 2, 2),
         ("1,0", {}, 0, 2),
         ("1,-9,0", {}, 0, 3),

@@ -29,7 +29,7 @@ from biphasic.data.streams import RowStream
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.model.checkpoint import require_safe_checkpoint
-from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
+from biphasic.ranks import COLLECTIVE_SECONDS, INTERRUPTED_REASON, close_on_fault
 from biphasic.storage import UNFINISHED_PREFIX, open_store, user_errors
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
@@ -94,6 +94,11 @@ class Run:
         """Stop the callbacks' threads, restore the signal handlers, release the lock and record why the attempt ended."""
         if self._crash_file is None:
             reason = f"could not start: {reason}"
+        elif reason == INTERRUPTED_REASON:
+            batch = self._saver.newest_batch()
+            reason += (
+                ", before the first checkpoint" if batch is None else f"; the newest checkpoint is of batch {batch}"
+            )
         if self._stopping.saved or reason != "finished":
             # First, because closing the loggers may take long, and a failing job has limited time.
             self._lock.record_reason(reason)
@@ -104,7 +109,7 @@ class Run:
         crashes = self._crash_file.remove() if self._crash_file is not None else []
         self._lock.release(": ".join([reason, *crashes]))
         # Last, because the launcher's SIGTERM after another rank's end would kill this process before it records the reason.
-        self._stopping.restore_handlers()
+        self._stopping.restore_handlers(ended=self._stopping.saved or reason == "finished")
 
     @property
     def is_stopping(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -171,7 +171,7 @@ class Saver(Callback):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer", initializer=use_gpu)
         self._writing: Future[None] | None = None
         self._fault: str | None = None
-        self._saved_batch = None if resume is None else resume.batch
+        self._saved_batch = self._written_batch = None if resume is None else resume.batch
         self._buffer = StagingBuffer()
         self._uploader = Uploader(
             self._local_folder,
@@ -182,6 +182,12 @@ class Saver(Callback):
             self._saved_batch or 0,
             self._branch_points,
         )
+
+    def newest_batch(self) -> int | None:
+        """Return the batch of the newest checkpoint that is complete on the disk, after waiting for one being written."""
+        if self._writing is not None:
+            wait([self._writing], _QUIET_SECONDS)
+        return self._written_batch
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._lock.record_progress(int(state.timestamp.batch), int(state.timestamp.token))
@@ -311,6 +317,7 @@ class Saver(Callback):
             manifest = replace(manifest, files=files)
             name = rank_manifest_name(manifest.batch, self._ranks.rank)
             open_store(str(self._local_folder)).write(name, manifest.to_bytes())
+            self._written_batch = manifest.batch
         except (OSError, RuntimeError, CheckpointException) as error:
             cause = first_line(_cause(error))
             self._fault = (

@@ -13,7 +13,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from biphasic.checkpointing.rank_group import TIMEOUT, RankGroup
-from biphasic.data.loader_signals import SIGNALS, keep_loaders, release_loaders
+from biphasic.data.loader_signals import keep_loaders, release_loaders
+from biphasic.errors import Preempted
+from biphasic.processes import STOP_SIGNALS, ends_command
 
 _REPEAT_SECONDS = 3.0
 """Seconds in which a repeated signal is ignored: one to a process group arrives twice, as the launcher forwards it."""
@@ -23,9 +25,10 @@ _CONTINUE, _PREEMPTED, _FAULT = range(3)
 
 
 class StopCoordinator(Callback):
-    """Callback that handles SIGTERM and SIGUSR1: after each batch, all ranks agree whether the run stops.
+    """Callback that handles SIGTERM, SIGUSR1 and SIGHUP: after each batch, all ranks agree whether the run stops.
 
-    After a first signal the run finishes the batch, saves and uploads a checkpoint, and stops. A second signal more than
+    After a first signal the run finishes the batch, saves and uploads a checkpoint, and stops. Before its first batch it
+    stops without training that: a checkpoint of its state exists, or nothing was trained. A second signal more than
     three seconds later ends the process at once with status 128 + signal number. Data loader processes ignore the signals
     until the run closes, because they may still be needed to finish the batch.
 
@@ -47,24 +50,39 @@ class StopCoordinator(Callback):
         self.ranks = RankGroup(TIMEOUT + UPLOAD_TIMEOUT)
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
+        self._has_begun = False
+        """Whether a batch was loaded."""
 
     def install_handlers(self) -> None:
         """Replace Composer's signal handler, which exits in the middle of a batch."""
         keep_loaders()
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
-    def restore_handlers(self) -> None:
+    def restore_handlers(self, ended: bool) -> None:
+        """Restore the previous handlers. If the run has `ended` as it should, a signal doesn't end its command any more."""
         release_loaders()
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set handlers, and the process is about to end
         for number, handler in self._previous_handlers.items():
             # The launcher signals all remaining processes once one has ended.
-            signal.signal(number, signal.SIG_IGN if self.saved else handler)
+            signal.signal(number, signal.SIG_IGN if ended and ends_command(handler) else handler)
         self._previous_handlers = {}
 
     def stop_for_fault(self, reason: str) -> None:
         """Stop the run after this batch without saving. Any rank and any thread may call this."""
         self._request = (_FAULT, reason)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.batch_end(state, logger)
+        if self.reason is not None and not self.is_fault:
+            self.saved = True
+            batch = int(state.timestamp.batch)
+            place = f"before batch {batch + 1:,}, the first of this start"
+            raise Preempted(f"{self.reason}: stopped {place}, {self.seconds_since_request():.1f} s after the request")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.reason is not None or not self.ranks.maximum(self._request[0]):

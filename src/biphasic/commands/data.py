@@ -89,11 +89,7 @@ def convert(options: Namespace) -> int:
         return print_job_plan(plan_conversion(config))
     from biphasic.conversion.convert import convert
 
-    try:
-        record = convert(config)
-    except KeyboardInterrupt:
-        print("interrupted: finished work units are kept; the same command resumes", file=sys.stderr)
-        raise
+    record = convert(config)
     print(describe_record(config.output, record))
     print(after_conversion(config.output, record))
     return 0

@@ -85,7 +85,7 @@ def watch(options: Namespace) -> int:
     """Fine-tune a run's checkpoints on a task as they appear, in order, and write and log their scores.
 
     The run is never slowed or stopped. It ends once the run's last checkpoint is scored, or after Ctrl-C; the same command
-    goes on from there. The exit status is 1 if a trial failed, 130 after Ctrl-C or SIGTERM.
+    goes on from there. The exit status is 1 if a trial failed, 130 after Ctrl-C, 75 after SIGTERM.
     """
     from biphasic.checkpointing.start_rules import checkpoint_folder
     from biphasic.config.finetune import FinetuneConfig

@@ -13,16 +13,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from biphasic.processes import die_with_parent
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from biphasic.processes import STOP_SIGNALS, die_with_parent
 
 _exit_on_sigterm = mmap.mmap(-1, 1)
 """Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""
 
 
 def keep_loaders() -> None:
-    """Let loader processes survive SIGTERM and SIGUSR1, which a preemption sends to all processes."""
+    """Let loader processes survive SIGTERM, SIGUSR1 and SIGHUP, which a preemption sends to all processes."""
     _exit_on_sigterm[0] = 0
 
 
@@ -50,8 +48,9 @@ def handle_loader_signals(worker: int) -> None:
             os._exit(0)
 
     signal.signal(signal.SIGTERM, on_sigterm)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what `Loader` has blocked
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what `Loader` has blocked
     # PyTorch's loader processes check only between batches whether their parent is alive. One that waits in Streaming's
     # barrier for a killed rank's loader would wait forever, and keep the dataset's shared memory.
     die_with_parent(parent)
@@ -62,7 +61,7 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         resource_tracker.ensure_running()  # its start unblocks SIGTERM; a loader process inherits this thread's mask
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().__iter__()
         finally:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 import weakref
@@ -29,7 +30,8 @@ from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SH
 from streaming.base.shared import SharedMemory, memory, prefix
 from streaming.base.world import World
 
-from biphasic.errors import first_line
+from biphasic.amounts import format_bytes
+from biphasic.errors import UserError, first_line
 from biphasic.versions import require_form
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -66,6 +68,29 @@ def wait_for_sizes_of_shared_memory() -> None:
     name = "BuiltinSharedMemory"
     require_form("mosaicml-streaming", memory, name, _SizedSharedMemory)
     setattr(memory, name, _SizedSharedMemory)
+
+
+def require_shared_memory(rows: int, row_length: int, batch_rows: int, loaders: int) -> str:
+    """Return a line on /dev/shm, whose room must suffice: where it ends, the kernel ends the process (SIGBUS, "Bus error").
+
+    Args:
+        rows: rows of an epoch, whose order Streaming keeps there (8 bytes each).
+        row_length: tokens of a row.
+        batch_rows: rows of a rank's batch, of which each of this machine's `loaders` processes keeps up to three there (12
+            bytes a token).
+
+    Raises:
+        UserError: there is less room.
+    """
+    need = 8 * rows + 12 * row_length * batch_rows * 3 * loaders
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < need:
+        raise UserError(
+            f"{_SHARED_MEMORY}: {format_bytes(free)} free, but the order of {rows:,} rows and the loaders' batches need "
+            f"{format_bytes(need)}: start the container with more, such as docker run --shm-size=16g or, in Kubernetes, an "
+            "emptyDir of medium Memory there"
+        )
+    return f"{_SHARED_MEMORY}: {format_bytes(free)} free for {format_bytes(need)}"
 
 
 def remove_stale_shared_memory() -> None:

@@ -20,7 +20,11 @@ from torch import Tensor
 from biphasic.data.loader_signals import Loader, handle_loader_signals
 from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
 from biphasic.data.shards import check_hashes, open_stream
-from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
+from biphasic.data.shared_memory import (
+    names_chosen_by_local_rank_0,
+    require_shared_memory,
+    wait_for_sizes_of_shared_memory,
+)
 from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
 from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.processes import require_short_temporary_folder
@@ -198,6 +202,8 @@ def build_loader(
     in_turn = dataset.num_samples // canonical * canonical
     if not train and (batches is None or min(in_turn + 1, dataset.num_samples) <= batches * batch_size * ranks):
         dataset.num_canonical_nodes = 1
+    loaders = settings.num_workers * dataset._parallel_rank_world.ranks_per_node
+    require_shared_memory(dataset.epoch_size, settings.sequence_length, batch_size, loaders)
     _set_readers(dataset, streams, settings.sequence_length, vocab_size)
     if limit is not None:
         _require_room(limit, dataset, settings.num_workers)

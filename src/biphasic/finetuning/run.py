@@ -10,6 +10,8 @@ from typing import Any
 
 from composer.utils import dist
 
+from biphasic.checkpointing.rank_group import RankGroup
+from biphasic.checkpointing.run_lock import RunLock
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.devices import rank_device
@@ -21,7 +23,7 @@ from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score, trial_name
-from biphasic.ranks import COLLECTIVE_SECONDS, is_first_rank, print_once
+from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault, is_first_rank, print_once
 from biphasic.storage import json_bytes, open_store
 from biphasic.training.anomalies import ANOMALOUS_BATCHES
 
@@ -31,13 +33,22 @@ FINETUNING_FILE = "record.json"
 def run(config: FinetuneConfig) -> Path:
     """Fine-tune, score and save a model, and return the run's folder.
 
-    The record is written last; a run with a record is not repeated.
+    The record is written last; a run with a record is not repeated. A lock keeps a second start out of the folder.
 
     Raises:
-        UserError: the model or the data can't be used, or the folder holds another run.
+        UserError: the model or the data can't be used, or the folder holds another run, or one that is running.
     """
-    folder = config.run_folder
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
+    lock, ranks = RunLock(str(config.run_folder), key="output", alternative="run_name"), RankGroup()
+    ranks.on_first_rank(lambda: lock.acquire(ranks.size))
+    with close_on_fault(lock.release):
+        folder = _run(config)
+    lock.release("finished")
+    return folder
+
+
+def _run(config: FinetuneConfig) -> Path:
+    folder = config.run_folder
     name, label_names = trial_name(config), TaskFolder(config.task.data, config.cache, None).record.get("label_names")
     if (folder / FINETUNING_FILE).is_file():
         record = json.loads((folder / FINETUNING_FILE).read_text(encoding="utf-8"))

@@ -17,10 +17,8 @@ import psutil
 
 from biphasic.config.study import LocalExecutor, SlurmExecutor, StudyConfig
 from biphasic.errors import PREEMPTED, UserError
-from biphasic.processes import noted_signals
+from biphasic.processes import STOP_SIGNALS, noted_signals
 from biphasic.storage import is_remote
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Executor(ABC):
@@ -81,7 +79,7 @@ class ThisMachine(Executor):
         processes = [] if self._processes is None else ["-n", str(self._processes)]
         # It wraps Composer's launcher, which would kill its ranks 30 s after a signal.
         scripts = ["-m", "biphasic.launcher", *processes, "-m", "biphasic.main"]
-        with noted_signals(_SIGNALS) as received:
+        with noted_signals((signal.SIGINT, *STOP_SIGNALS)) as received:
             launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
             passed_on = 0
             while launcher.poll() is None:

@@ -19,7 +19,7 @@ from biphasic.checkpointing.run_lock import RunLock
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import Preempted, UserError, first_line
-from biphasic.processes import noted_signals
+from biphasic.processes import STOP_SIGNALS, noted_signals
 from biphasic.storage import Store, open_store
 from biphasic.sweep.grid import TRIAL_MODULE, build_grid, trial_configs
 from biphasic.sweep.plan import device_seconds
@@ -44,7 +44,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
 
     Raises:
         ConfigError: the tasks' YAMLs or `overrides` have problems; it lists all.
-        Preempted: a signal stopped the sweep.
+        Preempted: a signal stopped the sweep; KeyboardInterrupt: Ctrl-C did.
         UserError: models or data are missing, no cluster answers, another driver runs, or the output can't be used.
     """
     start = time.monotonic()
@@ -62,7 +62,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
             driver.read_records(retry_failed)
             if driver.missing():
                 workers = stack.enter_context(open_workers(module, config.output, config.cluster, _inputs(configs)))
-                numbers = (signal.SIGINT, signal.SIGTERM)
+                numbers = (signal.SIGINT, *STOP_SIGNALS)
                 signals = stack.enter_context(noted_signals(numbers, interrupt_on_second=True))
                 driver.work(workers, lock, signals, limit)
     except OSError as error:
@@ -70,7 +70,8 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
     except KeyboardInterrupt:
         signals.append("SIGINT")
     if signals or driver is None:
-        raise Preempted(f"{signals[0]}: stopped, running trials were abandoned")
+        stop = KeyboardInterrupt if signals[0] == "SIGINT" else Preempted
+        raise stop(f"{signals[0]}: stopped, running trials were abandoned")
     print(f"{config.output}: {driver.progress()}; {format_seconds(time.monotonic() - start)}")
     return driver.print_outcome()
 
