@@ -13,7 +13,6 @@ from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
-from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from helpers.backbones import backbone, gradients
 
 

@@ -1,6 +1,6 @@
 """A decoder family as an encoder: the family's layers with bidirectional attention. Written by Biphasic's export.
 
-It loads with `trust_remote_code=True` in transformers 5. The family's classes receive the attention
+It loads with `trust_remote_code=True` in transformers from version `OLDEST` on. The family's classes receive the attention
 mask that the encoder was trained with. Flash and Flex attention are refused because they can't take such a mask.
 """
 
@@ -17,14 +17,30 @@ from transformers import LlamaPreTrainedModel as FamilyPreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
 
 FAMILY = "llama"
-if int(transformers.__version__.partition(".")[0]) < 5:
-    raise ImportError(f"this {FAMILY} encoder needs transformers 5.0 or later, not {transformers.__version__}")
+OLDEST = (5, 0)
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+if VERSION < OLDEST:
+    needed = f"transformers {OLDEST[0]}.{OLDEST[1]} or later, not {transformers.__version__}"
+    raise ImportError(f"this {FAMILY} encoder needs {needed}")
 
 
 class BidirectionalConfig(FamilyConfig):
     """The family's configuration with a separate model type, so that it can't be loaded as a decoder without this file."""
 
     model_type = f"bidirectional_{FAMILY}"
+
+    if VERSION < (5, 0):
+
+        def __init__(self, rope_parameters: dict[str, Any] | None = None, **kwargs: Any):
+            """Set the rotary positions by the names that they have in transformers 4."""
+            rope = rope_parameters or {}
+            full, local = (rope.get(kind, rope) for kind in ("full_attention", "sliding_attention"))
+            plain = {name: full[name] for name in ("rope_theta", "partial_rotary_factor") if name in full}
+            kwargs |= {**plain, "rope_local_base_freq": local.get("rope_theta")}
+            if full.get("rope_type", "default") != "default":
+                kwargs["rope_scaling"] = {name: value for name, value in full.items() if name not in plain}
+            super().__init__(**kwargs)
+            self.rope_parameters = rope_parameters
 
 
 class _PreTrained(FamilyPreTrainedModel):

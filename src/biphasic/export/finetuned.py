@@ -95,7 +95,7 @@ def export_finetuned(
         def fill(folder: Path) -> None:
             (network or backbone).save_pretrained(folder)
             add_older_keys(folder)
-            replace(tokenizer, settings={**tokenizer.settings, "model_max_length": max_length}).save(folder)
+            replace(tokenizer, settings=_older_settings(tokenizer.settings, max_length)).save(folder)
             write_shared_files(folder, encoder.width, settings, text, head.state_dict())
 
         write_atomically(out, fill)
@@ -114,6 +114,18 @@ def export_finetuned(
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
     write_folder(fmt, kind, weights, tokenizer, out, text, settings, **options)
+
+
+def _older_settings(settings: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json, with what only transformers 5 reads as both generations read it."""
+    settings = {**settings, "model_max_length": max_length}
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        # The old class would return token types by default, which this one doesn't.
+        settings = {"model_input_names": ["input_ids", "attention_mask"], **settings}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    return settings
 
 
 def _set_labels(config: Any, label_names: list[str] | None, problem_type: str | None) -> None:

@@ -38,6 +38,12 @@ _DIMENSIONS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "rms_norm_eps", "rope_parameters", "initializer_range", "hidden_act", "tie_word_embeddings",
 )  # fmt: skip
+LOADED_BY_4 = (
+    *("cohere", "cohere2", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
+    *("phi", "phi3", "qwen2", "qwen3", "smollm3"),
+)
+"""Decoder families whose exports were measured in transformers 4.57.6 too (tests/export/test_transformers4.py)."""
+_ROPES_OF_4 = ("default", "linear", "llama3", "yarn")
 _TEMPLATE = Path(__file__).with_name("bidirectional_template.py")
 _MODULE = BIDIRECTIONAL_CODE.partition(".")[0]
 _NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "use_cache")
@@ -67,24 +73,32 @@ class Format:
 
 
 def add_older_keys(folder: Path) -> None:
-    """Add to a ModernBERT's config.json what text-embeddings-inference and transformers 4 read in place of newer keys.
+    """Add to a folder's config.json what transformers 4 reads in place of `rope_parameters` and `layer_types`.
 
-    Without these keys they take their own defaults, without a message.
+    Without these keys it takes its own defaults, without a message. text-embeddings-inference reads ModernBERT's too.
     """
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8"))
-    if content["model_type"] != "modernbert":
-        return
-    kinds, ropes = content["layer_types"], content["rope_parameters"]
-    full, local = (ropes.get(kind) or ropes for kind in ("full_attention", "sliding_attention"))
-    globals_ = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-    period = next(iter(globals_[1:]), len(kinds))
-    plain = all(rope == {"rope_type": "default", "rope_theta": rope["rope_theta"]} for rope in (full, local))
-    # null, where older software can't compute this network, is an error in it.
-    every = period if plain and globals_ == [*range(0, len(kinds), period)] else None
-    thetas = {"global_rope_theta": full["rope_theta"], "local_rope_theta": local["rope_theta"]}
-    content |= {"global_attn_every_n_layers": every, **thetas}
+    full, local = _ropes(content.get("rope_parameters"))
+    if content["model_type"] == "modernbert":
+        kinds = content["layer_types"]
+        globals_ = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+        period = next(iter(globals_[1:]), len(kinds))
+        plain = all(rope == {"rope_type": "default", "rope_theta": rope["rope_theta"]} for rope in (full, local))
+        # null, where older software can't compute this network, is an error in it.
+        every = period if plain and globals_ == [*range(0, len(kinds), period)] else None
+        thetas = {"global_rope_theta": full["rope_theta"], "local_rope_theta": local["rope_theta"]}
+        content |= {"global_attn_every_n_layers": every, **thetas}
+    elif "rope_theta" in full:
+        # Without `rope_scaling`, with which AutoTokenizer fails in transformers 5: see bidirectional_template.py.
+        content["rope_theta"] = full["rope_theta"]
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _ropes(parameters: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary positions of layers with full and with sliding attention."""
+    parameters = parameters or {}
+    return parameters.get("full_attention") or parameters, parameters.get("sliding_attention") or parameters
 
 
 def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
@@ -179,6 +193,12 @@ def _code_of(config: Any) -> str:
         if not hasattr(transformers, name):
             raise UserError(f"{refused}: transformers doesn't export its {name}")
         code = code.replace(f"import Llama{part} as", f"import {name} as")
+    full, local = _ropes(getattr(config, "rope_parameters", None))
+    # There, layers with sliding attention have no scaling, and only Gemma 3's a base of their own.
+    same_base = family == "gemma3_text" or local.get("rope_theta") == full.get("rope_theta")
+    fits = local is full or (local["rope_type"] == "default" and same_base)
+    if family in LOADED_BY_4 and full.get("rope_type") in _ROPES_OF_4 and fits:
+        code = code.replace("OLDEST = (5, 0)", "OLDEST = (4, 57)")
     return code.replace('FAMILY = "llama"', f'FAMILY = "{family}"')
 
 
