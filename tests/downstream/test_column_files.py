@@ -28,15 +28,14 @@ def read(folder: Path, text: str, **source: Any) -> list[tuple[list[str], list[s
 EXPECTED = [(["Ann", "left"], ["B-PER", "O"]), (["Paris"], ["B-LOC"])]
 
 
-def test_numbered_words(tmp_path: Path) -> None:
-    text = "1-2\tAnnleft\t_\t_\n1\tAnn\tB-PER\t_\n2\tleft\tO\t_\n\n1\tParis\tB-LOC\t_\n1.1\tgone\t_\t_\n"
-    assert read(tmp_path, text, columns=["number", "tokens", "labels", "other"]) == EXPECTED
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a part of speech between", "Ann NNP B-PER\nleft VBD O\n\nParis NNP B-LOC\n"),
+        ("from 0", "0\tAnn\tB-PER\n1\tleft\tO\n\n0\tParis\tB-LOC\n"),
+        ("from 1", "1 Ann B-PER\n2 left O\n\n1 Paris B-LOC\n"),
+        ("through the file", "5 Ann B-PER\n6 left O\n\n7 Paris B-LOC\n"),
+        ("ranges", "1-2\tAnnleft\t_\t_\n1\tAnn\tB-PER\t_\n2\tleft\tO\t_\n\n1\tParis\tB-LOC\t_\n1.1\tgone\t_\t_\n"),
+        ("a part of speech between", "1 Ann NNP B-PER\n2 left VBD O\n\n1 Paris NNP B-LOC\n"),
         ("comments of as many fields", "# newdoc\nAnn B-PER\nleft O\n\n#newdoc 1\nParis B-LOC\n"),
         ("comments in tabs", "# sent_id = 1\nAnn\tB-PER\nleft\tO\n\n# id 2\tdomain=en\nParis\tB-LOC\n"),
         ("Windows", "Ann B-PER\r\nleft O\r\n\r\nParis B-LOC\r\n"),
@@ -64,11 +63,11 @@ def test_names_decide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "source", "message"),
     [
-        ("0 O\n1 B-PER\n", {}, "column 1 of 2, are all numbers .0, O.; source.columns names the columns"),
+        ("0 O\n1 B-PER\n", {}, "has 2 columns, the first of which numbers the words; expected a word and its label"),
         ("Ann\nleft\n", {}, "has 1 column, so there are no labels; expected a word and its label"),
-        ("0 Ann O\n1 left O\n", {"columns": ["tokens", "x", "labels"]}, "column 1 of 3, are all numbers .0, Ann, O."),
+        ("0 Ann O\n1 left O\n", {"columns": ["tokens", "x", "labels"]}, "column 1 of 3, are all numbers .0, 1."),
         ("Ann O\n", {"columns": ["tokens", "x", "labels"]}, "has 2 columns; expected 3 columns, the names in source"),
-        ("Ann O\nleft\n", {}, "a.conll:2: has 1 columns; expected 2 columns, as in the first line"),
+        ("Ann O\nleft\n", {}, "a.conll:2: has 1 columns; expected 2 columns|so there are no labels"),
     ],
 )
 def test_columns_that_are_refused(tmp_path: Path, text: str, source: Any, message: str) -> None:

@@ -77,8 +77,7 @@ def refused(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> 
 def test_columns_as_in_uner(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"en.{suffix}"
     path.write_bytes(gzip.compress(UNER.encode()) if suffix.endswith("gz") else UNER.encode())
-    columns = ["number", "tokens", "labels", "other", "annotator"]
-    record, rows = prepared(tmp_path, TOKENS, path, columns=columns)
+    record, rows = prepared(tmp_path, TOKENS, path)
     assert record["label_names"] == ["O", "B-LOC", "I-LOC", "B-PER"]
     assert [row["tokens"] for row in rows] == [
         ["Where", "is", "the", "Eiffel", "Tower", "in", "Paris", "?"],
@@ -135,7 +134,7 @@ def test_a_line_with_another_number_of_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "en.conll"
     path.write_text("Ann NNP B-PER\nleft VBD O\nParis B-LOC\n")
     assert refused(tmp_path, TOKENS, path) == (
-        f"{path}:3: has 2 columns; expected 3 columns, as in the first line: a word and its label in each line, such as "
+        f"{path}:3: has 2 columns; expected 3 columns, as in the other lines: a word and its label in each line, such as "
         "`Paris B-LOC`, and a blank line after each sentence"
     )
 

@@ -38,7 +38,7 @@ class DatasetConfig(Section):
     and its label in each line. All but `.parquet` may be compressed (`.gz`, `.zst`)."""
     columns: Names | None = None
     """Names of the columns of `.csv` and `.tsv` files without a header, or of `.conll` files. Default: the first row of a
-    table; of a `.conll` file, `tokens` is the first column and `labels` the last."""
+    table; `tokens` and `labels` in a `.conll` file."""
 
     @field_validator("files", mode="before")
     @classmethod

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from biphasic.errors import UserError
@@ -88,57 +91,112 @@ def table_rows(
 
 COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
 EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
+_DECIDING_LINES = 10_000
+_NUMBER = re.compile(r"\d+([-.]\d+)?", re.ASCII)
+"""A word's number, or in CoNLL-U a range of words (`1-2`) or an empty word (`1.1`)."""
 _TAGGED = re.compile(r"O|[BIESULMW][-_].+|.+[-_][BIESULMW]")
-_RANGE = re.compile(r"\d+[-.]\d+", re.ASCII)
-"""The number of a range of words (`1-2`) or an empty word (`1.1`) in CoNLL-U."""
+
+
+@dataclass(frozen=True)
+class _ColumnLayout:
+    """What the columns of a file are. Columns count from 0."""
+
+    tabs: bool
+    """Whether tabs separate the fields, or else spaces."""
+    width: int
+    number: int | None
+    """The column with the words' numbers."""
+    tokens: int
+    labels: int | None
+    known_labels: frozenset[str]
+
+    def fields(self, line: str) -> list[str]:
+        """Return a line's fields. Other spaces, such as a no-break space, are part of a word."""
+        line = line.rstrip("\r\n")
+        return line.split("\t") if self.tabs else re.split(r"[ \t]+", line.strip(" \t"))
+
+    def is_comment(self, line: str) -> bool:
+        """Return whether a line that begins with `#` is a comment, and not the word `#` or one like `#tag`."""
+        fields = self.fields(line)
+        if not line.startswith("#") or self.number is not None or len(fields) != self.width:
+            return line.startswith("#")
+        label = "O" if self.labels is None else fields[self.labels]
+        return label not in self.known_labels and not _TAGGED.fullmatch(label)
+
+
+def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> _ColumnLayout:
+    with open_text(file) as text:
+        lines = [line for line in itertools.islice(text, _DECIDING_LINES) if _is_row(line)]
+    rows = [line for line in lines if not line.startswith("#")] or lines
+    tabs = bool(rows) and "\t" in rows[0]
+    split = _ColumnLayout(tabs, 0, None, 0, None, frozenset()).fields
+    counts = Counter(len(split(line)) for line in rows)
+    width = counts.most_common(1)[0][0] if counts else 1
+    fields = [row for row in map(split, rows) if len(row) == width]
+    values = [{row[column] for row in fields} for column in range(width)]
+    numeric = [all(map(_NUMBER.fullmatch, column)) for column in values]
+    if names is not None and len(names) != width and fields:
+        raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
+    tokens = 0 if names is None or columns[0] not in names else names.index(columns[0])
+    if names is None and width > 1 and numeric[0]:
+        tokens = 1
+    labels = None
+    if names is not None:
+        labels = names.index(columns[1]) if len(columns) > 1 and columns[1] in names else None
+    elif tokens + 1 < width:
+        tagged = [column for column in range(tokens + 1, width) if "O" in values[column]]
+        labels = (tagged or [width - 1])[0 if tokens else -1]
+    if fields and names is None and labels is None and len(columns) > 1:
+        words = "the first of which numbers the words" if tokens else "so there are no labels"
+        raise UserError(f"{file}: has {width} column{'s' * (width > 1)}, {words}; expected {EXAMPLE}")
+    if fields and numeric[tokens]:
+        numbers = ", ".join(row[tokens] for row in fields[:3])
+        problem = f"the tokens, column {tokens + 1} of {width}, are all numbers ({numbers})"
+        raise UserError(f"{file}: {problem}; source.columns names the columns, such as [number, tokens, labels]")
+    number = 0 if tokens and numeric[0] else None
+    known = frozenset() if labels is None else frozenset(values[labels])
+    return _ColumnLayout(tabs, width, number, tokens, labels, known)
 
 
 def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> Iterator[dict[str, list[str]]]:
     """Yield a file's sentences, as a list for each column. Comments and CoNLL-U's ranges of words are left out.
 
-    Without `names` of all columns, the first is `tokens`, and the last of several `labels`. `columns` are the names of the
-    tokens' column and, if labels are needed, of theirs.
+    Without `names` of all columns, they are `tokens` and `labels`: the token is the first column, and the label the last
+    one with labels; if the first column numbers the words, as in UNER, the token is the second, and the label the first
+    one with labels. This is decided once, from the file's first 10,000 lines. `columns` are the names of the tokens' column
+    and, if labels are needed, of theirs.
 
     Raises:
         UserError: there are no labels but they are needed, the tokens are all numbers, or a line has another number of
-            columns than the first.
+            fields than most.
         UnicodeDecodeError: the file is not UTF-8.
     """
-    with open_text(file) as text:
-        lines = [line.rstrip("\r\n") for line in text]
-    rows = [line for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))]
-    tabs = bool(rows) and "\t" in rows[0]
-
-    def split(line: str) -> list[str]:
-        """Return a line's fields. Other spaces, such as a no-break space, are part of a word."""
-        return line.split("\t") if tabs else re.split(r"[ \t]+", line.strip(" \t"))
-
-    width = len(split(rows[0])) if rows else 1
-    if names is None:
-        names = ["tokens", *(f"column {number}" for number in range(2, width)), *["labels"] * (width > 1)]
-        if width == 1 and len(columns) > 1:
-            raise UserError(f"{file}: has 1 column, so there are no labels; expected {EXAMPLE}")
-    elif rows and len(names) != width:
-        raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
-    tokens = names.index(columns[0]) if columns[0] in names else 0
-    label = names.index(columns[1]) if columns[1:] and columns[1] in names else -1
-    labels = {fields[label] for fields in map(split, rows) if len(fields) == width}
-    if rows and all(fields[tokens].isdecimal() for fields in map(split, rows) if len(fields) == width):
-        problem = f"the tokens, column {tokens + 1} of {width}, are all numbers ({', '.join(split(rows[0]))})"
-        raise UserError(f"{file}: {problem}; source.columns names the columns, such as [number, tokens, labels]")
+    layout = _read_layout(file, names, columns)
     sentence: list[list[str]] = []
-    for place, line in enumerate([*lines, ""], start=1):
-        fields = split(line)
-        if not line.strip():
-            if sentence:
-                yield dict(zip(names, map(list, zip(*sentence, strict=True)), strict=True))
-            sentence = []
-        elif line.startswith("-DOCSTART-") or (tokens and _RANGE.fullmatch(fields[0])):
-            continue
-        elif len(fields) == width:
-            # A line that begins with `#` may be the word `#` or one like `#tag`, with a label.
-            if not line.startswith("#") or fields[label] in labels or _TAGGED.fullmatch(fields[label]) or width == 1:
+    with open_text(file) as lines:
+        for place, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
+            if not line.strip():
+                if sentence:
+                    yield _sentence(sentence, names, layout)
+                sentence = []
+                continue
+            if not _is_row(line) or layout.is_comment(line):
+                continue
+            fields = layout.fields(line)
+            if len(fields) != layout.width:
+                expected = f"expected {layout.width} columns, as in the other lines"
+                raise UserError(f"{file}:{place}: has {len(fields)} columns; {expected}: {EXAMPLE}")
+            if layout.number is None or fields[layout.number].isdecimal():
                 sentence.append(fields)
-        elif not line.startswith("#"):
-            expected = f"expected {width} columns, as in the first line"
-            raise UserError(f"{file}:{place}: has {len(fields)} columns; {expected}: {EXAMPLE}")
+
+
+def _is_row(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith("-DOCSTART-")
+
+
+def _sentence(lines: list[list[str]], names: Sequence[str] | None, layout: _ColumnLayout) -> dict[str, list[str]]:
+    columns = [list(column) for column in zip(*lines, strict=True)]
+    if names is not None:
+        return dict(zip(names, columns, strict=True))
+    labels = {} if layout.labels is None else {"labels": columns[layout.labels]}
+    return {"tokens": columns[layout.tokens], **labels}
