@@ -1,4 +1,4 @@
-"""Warnings about the text: names of special tokens, text that the tokenizer doesn't know, and BOS."""
+"""Warnings about the text: names of special tokens, text that the tokenizer doesn't know, BOS, and another encoding."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from biphasic.conversion.convert import convert
 from biphasic.conversion.tokenizer_checks import (
     TextChecks,
     merge_checks,
+    require_same_encoding,
     text_warnings,
     tokenizer_remarks,
 )
@@ -95,7 +96,7 @@ def test_names_of_special_tokens_are_counted(
 def test_names_that_only_the_settings_have_are_counted(tmp_path: Path, tokenizer_folder: Path) -> None:
     folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "chat"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["added_tokens_decoder"] = {"300": {"content": "<|user|>", "special": True}}
+    settings["added_tokens_decoder"] = {"300": {"content": "<|user|>", **TOKEN, "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     checks = checked(str(folder), "<|user|> reads <|use|>", "<|eos|> rows <|user|>")
     assert checks["special_names"] == {"<|user|>": 2, "<|eos|>": 1}
@@ -156,3 +157,50 @@ def test_a_tokenizer_that_puts_bos_before_each_text(
             assert main(["convert", str(path), *arguments, *overrides]) == 0
             said = "puts <|bos|> (BOS) before each text, and the rows have none" in capsys.readouterr().out
             assert said == is_said
+
+
+def test_a_tokenizer_that_autotokenizer_reads_otherwise(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`do_lower_case: false` beside a tokenizer.json that lowers case. What AutoTokenizer saves is accepted."""
+    from transformers import AutoTokenizer
+
+    folder = of_words(tmp_path / "bert", tokenizer_class="BertTokenizer", do_lower_case=False)
+    path = tmp_path / "convert.yaml"
+    path.write_text(dump(config := config_for([{"id": "1", "text": "The Reader"}] * 5, tokenizer=folder)))
+    message = r"tokenizer .*/bert: AutoTokenizer \(BertTokenizer\), .* of 'The Reader' it makes .* tokenizer\.json .*"
+    with pytest.raises(UserError, match=message):
+        convert(config)
+    assert not (tmp_path / "out").exists()
+    assert main(["convert", str(path), "--plan"]) == 2
+    assert "PROBLEM" in (plan := capsys.readouterr().out) and "AutoTokenizer (BertTokenizer)" in plan
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    convert(config_for([{"id": "1", "text": "The Reader"}] * 5, tokenizer=str(tmp_path / "saved")))
+
+
+TOKEN = {"special": False, **dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "agrees"),
+    [
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}, "The Reader", True),
+        ({"tokenizer_class": "GPT2Tokenizer"}, "the reader", True),
+        ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "the reader", False),
+        ({"added_tokens_decoder": {"300": {"content": "<ref>", **TOKEN}}}, "the <ref> reader", False),
+        ({"added_tokens_decoder": {"300": {"content": "<ref>", **TOKEN}}}, "the reader", True),
+        ({"tokenizer_class": "NoSuchTokenizer"}, "the reader", True),
+    ],
+)
+def test_settings_that_change_what_autotokenizer_reads(
+    settings: dict[str, Any], text: str, agrees: bool, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "changed"))
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**content, **settings}))
+    tokenizer = load_tokenizer(str(folder))
+    if agrees:
+        require_same_encoding(tokenizer, ["rows", text])
+    else:
+        with pytest.raises(UserError, match=r"AutoTokenizer .*, with which a model's users encode"):
+            require_same_encoding(tokenizer, ["rows", text])

@@ -52,7 +52,7 @@ from biphasic.conversion.sources import (
     hub_commit,
     inspect_files,
 )
-from biphasic.conversion.tokenizer_checks import tokenizer_remarks
+from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
 from biphasic.conversion.worker import (
     ConversionContext,
     UnitRecord,
@@ -99,8 +99,9 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     draw = draw_validation(config, layouts)
     # Damaged files are reported later.
     samples = chain.from_iterable(sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts))
-    texts = first_texts([entry.text for entry in samples if isinstance(entry, Document)])
-    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, texts)
+    texts = [entry.text for entry in samples if isinstance(entry, Document)]
+    require_same_encoding(tokenizer, texts)
+    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
     context = replace(ConversionContext.of(config, tokenizer, draw.end), backend=backend)
     try:
         with lock_output(context, units, sources.commit) as (store, earlier):

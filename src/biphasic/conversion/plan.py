@@ -13,7 +13,7 @@ from biphasic.config.plan import JobPlan
 from biphasic.conversion.convert import first_texts, inspect_sources, sample_documents
 from biphasic.conversion.reading import FILTERED, Document
 from biphasic.conversion.sources import FileLayout, describe_unread, draw_validation
-from biphasic.conversion.tokenizer_checks import TextChecks, text_warnings, tokenizer_remarks
+from biphasic.conversion.tokenizer_checks import TextChecks, require_same_encoding, text_warnings, tokenizer_remarks
 from biphasic.conversion.worker import WorkUnit, boundary_tokens, encode_texts, plan_work_units
 from biphasic.data.bulk_encoding import BulkEncoder, choose_backend
 from biphasic.data.packing import token_dtype
@@ -96,6 +96,7 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig, layouts: list[FileLayout
         return
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
+    require_same_encoding(tokenizer, texts)
     backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
     remarks = [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]
     plan.lines["tokenizer"] = "\n".join([config.tokenizer, *remarks])
