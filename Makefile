@@ -102,9 +102,10 @@ azurite: env
 faults: env
 	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
 
-# Chains of faults, which a seed repeats: kills, signals, a failing bucket, a full disk, damaged checkpoints (tests/soak.py).
+# Chains of faults, which a seed repeats: kills, signals, a failing bucket, a full disk, damaged checkpoints and shards (tests/soak.py).
 soak: env
-	PYTHONPATH=src:tests $(BIN)/python tests/soak.py --minutes $(or $(SOAK_MINUTES),5) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+	PYTHONPATH=src:tests $(BIN)/python .ci/reaping_parent.py $(BIN)/python tests/soak.py --minutes $(or $(SOAK_MINUTES),5) \
+		$(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(SOAK_FAULTS),--faults $(SOAK_FAULTS))
 
 # Mutation tests of the modules in [tool.mutmut]: each mutant runs the unit tests that reach it. About an hour or two; a
 # pattern limits it: make mutants MUTANTS='biphasic.objectives*'. Works in mutants/, which is ignored by git.

@@ -3,6 +3,10 @@
     make soak                                # five minutes, with a new seed, which it prints
     make soak SOAK_MINUTES=120 SOAK_SEED=7   # the same chains again
 
+As an ordinary user, who can't fill a disk of their own or take a node's shared memory away:
+
+    unshare --user --map-user=1000 --map-group=1000 make soak
+
 Each chain is a run of its own (`chain.py`) whose starts meet five to eight faults (`chain_faults.py`), and that then trains
 to its end. It must then be the run without faults. A failed chain ends the soak; its folder stays.
 """
@@ -72,6 +76,7 @@ def main() -> None:
     """Run chains until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--faults", type=int, default=10**9, help="end after so many faults")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
@@ -86,7 +91,7 @@ def main() -> None:
     try:
         references = {strategy: train_reference(folder, strategy) for strategy in ("fsdp", "ddp")}
         deck = deal(random.Random(f"soak {seed}"), 10_000)
-        while time.monotonic() - start < 60 * options.minutes:
+        while time.monotonic() - start < 60 * options.minutes and met < options.faults:
             draw = random.Random(f"soak {seed} {chains}")
             strategy = draw.choice(["fsdp", "ddp"])
             proxy = Proxy(port, 0.0, seed + chains, stall_seconds=3, stalls=2)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from biphasic.checkpointing.manifest import list_checkpoints
-from biphasic.checkpointing.run_lock import KILLED
+from biphasic.checkpointing.run_lock import KILLED, read_attempts
 from biphasic.storage import open_store
 from helpers import tiny, warm
 from helpers.buckets import client
@@ -73,6 +75,8 @@ def kill_loader(chain: Chain) -> str:
 
 def kill_node(chain: Chain) -> str:
     """SIGKILL to one of two nodes."""
+    if os.geteuid():
+        return f"of a whole node: left out, because only root can give it its own shared memory; {kill_all(chain)}"
     batch, port = chain.next_batch(LAST - INTERVAL), free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     jobs = []
@@ -105,8 +109,8 @@ def kill_node(chain: Chain) -> str:
 
 
 def terminate(chain: Chain) -> str:
-    """SIGTERM or SIGUSR1 to one or both ranks, at a point of a batch, a save or a validation."""
-    number = chain.draw.choice([signal.SIGTERM, signal.SIGUSR1])
+    """SIGTERM, SIGUSR1 or SIGHUP to one or both ranks, at a point of a batch, a save or a validation."""
+    number = chain.draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
     point = f"{chain.draw.choice([*IN_TRAINING, 'upload', 'validation', 'delete'])}:{chain.next_batch(LAST - 8)}"
     only_first = point.startswith("delete") or (point.startswith("upload") and chain.strategy == "ddp")
     ranks = ("0",) if only_first else chain.draw.choice([("0",), ("1",), ("0", "1")])
@@ -116,6 +120,66 @@ def terminate(chain: Chain) -> str:
     assert f"{number.name}: saved at batch {chain.trained()}" in run.stdout, run.stdout[-2000:]
     assert len(chain.entries()) > before
     return f"{number.name} at {point} to rank {' and '.join(ranks)}"
+
+
+def interrupt(chain: Chain) -> str:
+    """Ctrl-C, which reaches both ranks."""
+    point = f"{chain.draw.choice(IN_TRAINING)}:{chain.next_batch(LAST - INTERVAL)}"
+    run = chain.end(chain.start(code=signal_at(point, signal.SIGINT)), 130, "interrupted with Ctrl-C (SIGINT)")
+    assert "interrupted: what is finished is kept" in run.stderr, run.stderr[-2000:]
+    return f"SIGINT at {point}"
+
+
+def signal_while_it_starts(chain: Chain) -> str:
+    """A signal to all processes, also loaders, up to some seconds after the start: none may hang, and nothing is lost.
+
+    The ranks don't get to the same place, so what the start says depends on the moment.
+    """
+    number, seconds = chain.draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]), chain.draw.uniform(0, 4)
+    attempts = len(read_attempts(open_store(chain.place)))
+    job = chain.start()
+    time.sleep(seconds)
+    with suppress(ProcessLookupError):  # it was signalled where this ends it, or is done
+        os.killpg(job.pid, number)
+    run = job.wait(90)
+    chain.outputs.append(run.stdout + run.stderr)
+    assert run.returncode in (75, 1, -signal.SIGKILL, -number), (run.returncode, run.stdout[-2000:], run.stderr[-4000:])
+    chain.reasons += [""] * (len(read_attempts(open_store(chain.place))) - attempts)
+    return f"{number.name} to all {seconds:.2f} s after the start: status {run.returncode}"
+
+
+def changed_shard(chain: Chain) -> str:
+    """Each unpacked shard of the datasets gets a flipped bit; the start names the first one it reads."""
+    shards = {path: path.read_bytes() for path in (chain.path.parent / "data").rglob("*.mds")}
+    if not shards:
+        return "a changed shard: left out, none is unpacked"
+    for path, content in shards.items():
+        at = chain.draw.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << chain.draw.randrange(8)]) + content[at + 1 :])
+    run = chain.end(chain.start(), 2, "")
+    assert re.search(r"shard \S+\.mds.*was changed", run.stderr), run.stderr[-2000:]
+    removed = [path for path in shards if not path.exists()]
+    assert removed
+    for path in shards.keys() - set(removed):
+        path.write_bytes(shards[path])
+    return f"a flipped bit in each of {len(shards)} unpacked shards, {len(removed)} of them removed"
+
+
+def clock_jump(chain: Chain) -> str:
+    """A start whose clock is hours ahead or behind, killed."""
+    seconds, point = chain.draw.choice([-1, 1]) * chain.draw.uniform(60, 36_000), f"end:{chain.next_batch()}"
+    code = f"""
+import datetime, time
+from biphasic.checkpointing import run_lock
+class Shifted(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.datetime.now(tz) + datetime.timedelta(seconds={seconds})
+run_lock.datetime, real = Shifted, time.time
+time.time = lambda: real() + {seconds}
+{signal_at(point)}"""
+    chain.end(chain.start(code=code), -9, KILLED)
+    return f"a clock {seconds / 3600:+.1f} hours off, SIGKILL at {point}"
 
 
 def bad_bucket(chain: Chain) -> str:
@@ -236,5 +300,6 @@ def two_starts(chain: Chain) -> str:
 
 FAULTS: tuple[Fault, ...] = (
     kill_all, kill_rank, kill_loader, kill_node, terminate, bad_bucket, full_disk, damaged_checkpoint, other_ranks,
-    empty_machine, shorter_run, beside_other_jobs, two_starts, terminate, kill_all,
+    empty_machine, shorter_run, beside_other_jobs, two_starts, terminate, kill_all, interrupt, signal_while_it_starts,
+    signal_while_it_starts, changed_shard, clock_jump,
 )  # fmt: skip
