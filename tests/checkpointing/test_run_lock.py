@@ -16,7 +16,7 @@ import pytest
 from biphasic.checkpointing import run_lock as module
 from biphasic.checkpointing.run_lock import KILLED, LOCK_FILE, RunLock, read_attempts
 from biphasic.errors import UserError
-from biphasic.storage import open_store
+from biphasic.storage import LocalStore, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,29 @@ def test_a_reason_stays_though_the_attempt_was_killed_before_it_closed(
     again.release("finished")
     reasons = [attempt["reason"] for attempt in read_attempts(open_store(str(tmp_path)))]
     assert reasons == ["the disk is full", "finished"]
+
+
+def test_a_start_that_is_killed_as_it_takes_the_lock_hides_no_killed_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start after it knows only its own attempt, by the lock."""
+    write_lock_of_other_machine(tmp_path)
+    write = LocalStore.write
+
+    def write_lock_and_die(self: LocalStore, name: str, content: bytes) -> None:
+        write(self, name, content)
+        if name == LOCK_FILE:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LocalStore, "write", write_lock_and_die)
+        RunLock(str(tmp_path)).acquire(1)
+    monkeypatch.setattr(module, "is_alive_here", lambda process: False)
+    last = RunLock(str(tmp_path))
+    last.acquire(1)
+    last.release("finished")
+    reasons = [attempt["reason"] for attempt in read_attempts(open_store(str(tmp_path)))]
+    assert reasons == [KILLED, KILLED, "finished"]
 
 
 def test_a_lock_without_heartbeat_expires(tmp_path: Path) -> None:

@@ -63,13 +63,9 @@ class RunLock:
             record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
                       "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
             try:
-                previous = self._take_lock(folder, record)
+                self._take_lock(folder, record)
             finally:
                 folder.remove([_claim(name)])
-            if previous is not None:
-                recorded = _read_record(folder, f"{ATTEMPTS}/{previous['attempt']}.json", {"attempt"}) or {}
-                self.killed = {**previous, "until": None, "reason": recorded.get("reason", KILLED)}
-                _write_attempt(folder, self.killed)
             _write_attempt(folder, record)
         self._record = record
         self._thread.start()
@@ -133,8 +129,8 @@ class RunLock:
             except Exception as error:
                 _log.debug("no heartbeat in %s: %s", self._destination, first_line(error))
 
-    def _take_lock(self, folder: Store, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Write the lock once no other start claims it. Return the expired lock that it replaces, if there was one."""
+    def _take_lock(self, folder: Store, record: dict[str, Any]) -> None:
+        """Write the lock once no other start claims it. First record how the attempt of an expired lock ended."""
         claim = _claim(record["attempt"])
         while True:
             previous = self._expired_lock(folder)
@@ -151,8 +147,13 @@ class RunLock:
             current = _read_lock(folder)
             if current is not None and current != previous:
                 raise UserError(self._held_message(current))
+            if previous is not None:
+                # This process may be killed as soon as it has the lock, and the next one knows only this process's attempt.
+                recorded = _read_record(folder, f"{ATTEMPTS}/{previous['attempt']}.json", {"attempt"}) or {}
+                self.killed = {**previous, "until": None, "reason": recorded.get("reason", KILLED)}
+                _write_attempt(folder, self.killed)
             folder.write(LOCK_FILE, json_bytes(record))
-            return previous
+            return
 
     def _expired_lock(self, folder: Store) -> dict[str, Any] | None:
         """Return the lock in the folder once it has expired; None if there is none, or its owner has released it."""
