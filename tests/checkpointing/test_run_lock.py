@@ -135,9 +135,10 @@ def test_a_start_that_is_killed_as_it_takes_the_lock_hides_no_killed_attempt(
         if name == LOCK_FILE:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(LocalStore, "write", write_lock_and_die)
+    monkeypatch.setattr(LocalStore, "write", write_lock_and_die)
+    with pytest.raises(KeyboardInterrupt):
         RunLock(str(tmp_path)).acquire(1)
+    monkeypatch.setattr(LocalStore, "write", write)
     monkeypatch.setattr(module, "is_alive_here", lambda process: False)
     last = RunLock(str(tmp_path))
     last.acquire(1)
