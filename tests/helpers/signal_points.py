@@ -19,7 +19,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing import save, upload
-from biphasic.storage import S3Store
+from biphasic.storage.buckets import ArrowStore, S3Store
 from helpers.tiny import add_callback
 
 IN_TRAINING = ("start", "backward", "end")
@@ -70,8 +70,7 @@ class SignalPoints(Callback):
 
 def patch(point: str, number: int = signal.SIGKILL) -> None:
     points = SignalPoints(point, number)
-    write, put = save.Saver._write, S3Store.upload
-    remove, finish = S3Store.remove, upload.write_manifest
+    write, finish = save.Saver._write, upload.write_manifest
 
     def write_checkpoint(self: save.Saver, *arguments: Any) -> None:
         points.saving = arguments[-1].batch
@@ -86,27 +85,34 @@ def patch(point: str, number: int = signal.SIGKILL) -> None:
             points.signal_if("index", points.saving)
             super().finish(*arguments, **keys)
 
-    def upload_file(self: Any, file: Path, name: str) -> None:
-        if file.suffix in (".distcp", ".pt") and points.kind == "upload" and points.saving >= points.batch:
-            # A store may show an incomplete upload.
-            half = file.with_name(".half")
-            half.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-            put(self, half, name)
-            points.signal_if("upload", points.saving)
-        put(self, file, name)
-
     def write_manifest(manifest: Any, destination: Any) -> None:
         points.signal_if("manifest", manifest.batch)
         finish(manifest, destination)
 
-    def remove_files(self: Any, names: Iterable[str]) -> None:
-        names = list(names)
-        remove(self, names)
-        # The manifest of an outdated checkpoint is deleted before its files.
-        if any(re.fullmatch(r"ba\d+\.json", name) for name in names) and points.saving >= points.batch:
-            points.signal_if("delete", points.saving)
+    def patch_store(store: Any) -> None:
+        put, remove = store.upload, store.remove
 
+        def upload_file(self: Any, file: Path, name: str) -> None:
+            if file.suffix in (".distcp", ".pt") and points.kind == "upload" and points.saving >= points.batch:
+                # A store may show an incomplete upload.
+                half = file.with_name(".half")
+                half.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+                put(self, half, name)
+                points.signal_if("upload", points.saving)
+            put(self, file, name)
+
+        def remove_files(self: Any, names: Iterable[str]) -> None:
+            names = list(names)
+            remove(self, names)
+            # The manifest of an outdated checkpoint is deleted before its files.
+            if any(re.fullmatch(r"ba\d+\.json", name) for name in names) and points.saving >= points.batch:
+                points.signal_if("delete", points.saving)
+
+        store.upload, store.remove = upload_file, remove_files
+
+    for store in (S3Store, ArrowStore):
+        patch_store(store)
     save.Saver._write = write_checkpoint
     save.ShardWriter = Writer  # pyright: ignore
-    S3Store.upload, S3Store.remove, upload.write_manifest = upload_file, remove_files, write_manifest
+    upload.write_manifest = write_manifest
     add_callback(points)
