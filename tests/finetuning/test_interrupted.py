@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -34,8 +35,8 @@ def file(toy: Path, tmp_path: Path) -> Path:
     return path
 
 
-def start(file: Path, code: str = SLOW) -> warm.Job:
-    return warm.start([str(file)], 1, ENVIRONMENT, code=code)
+def start(file: Path, *overrides: str, code: str = SLOW) -> warm.Job:
+    return warm.start([str(file), *overrides], 1, ENVIRONMENT, code=code)
 
 
 def wait_until_it_trains(file: Path, job: warm.Job) -> None:
@@ -77,3 +78,25 @@ def test_a_second_start_leaves_the_folder_to_the_first(file: Path) -> None:
     assert "is locked by a running process" in second.stderr and "choose another run_name" in second.stderr
     first = job.wait()
     assert first.returncode == 0, first.stderr
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_as_the_model_is_saved(file: Path, moment: str) -> None:
+    """The record comes after the model, so the next start trains again and replaces it."""
+    code = f"""
+import os, signal, time
+from biphasic.finetuning import run
+save = run._save
+def interrupted(*arguments):
+    if {moment == "after"}:
+        save(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+run._save = interrupted
+"""
+    stopped = start(file, "save_model=true", code=code).wait(60)
+    assert stopped.returncode == 75 and "SIGTERM: stopped" in stopped.stderr
+    again = start(file, "save_model=true", code="").wait()
+    assert again.returncode == 0, again.stderr
+    [record] = file.parent.rglob("record.json")
+    assert json.loads(record.read_text())["saved"] and (record.parent / "model" / "config.json").is_file()
