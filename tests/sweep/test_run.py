@@ -212,7 +212,8 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     other = load(write_sweep({"other": {"do": "train"}}, learning_rates=[1e-5], cluster={"at_once": 2}))
     assert isinstance(other, SweepConfig) and run(other, module="helpers.small_trials") == 0
     path = write_sweep({"m": {"do": "hang"}}, cluster={"at_once": 2})
-    driver = subprocess.Popen([*DRIVE, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    driver = subprocess.Popen([*DRIVE, str(path)], **pipes, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(read_log(log, "started")) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
