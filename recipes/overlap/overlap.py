@@ -14,6 +14,7 @@ import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ Grams = dict[int, list[tuple[int, int]]]
 Runs = dict[int, tuple[int, int, str]]
 """By text, its longest run of words in training text: the number of words, the first, and the place."""
 _tokenizer = functools.cache(load_tokenizer)
-_grams: Grams = defaultdict(list)  # filled before processes are forked, which share it
+_grams: Grams = defaultdict(list)
 
 
 @functools.cache
@@ -58,9 +59,16 @@ def words_of(text: str) -> list[str]:
 
 
 def ngrams(words: list[str], n: int) -> Iterator[tuple[int, int]]:
-    """Yield the position of each n-gram and its hash, which is that of this process and those forked from it."""
+    """Yield the position of each n-gram and its hash, which is that of this process only."""
     for at in range(len(words) - n + 1):
         yield at, hash(tuple(words[at : at + n]))
+
+
+def remember(texts: list[list[str]], n: int) -> None:
+    """Fill `_grams` in a process that searches."""
+    for number, words in enumerate(texts):
+        for at, gram in ngrams(words, n):
+            _grams[gram].append((number, at))
 
 
 def read_examples(folder: TaskFolder) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
@@ -108,7 +116,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the counts and all examples")
     options = parser.parse_args(arguments)
     n, texts, tables = options.words, list[list[str]](), list[tuple[str, str, list[Any]]]()
-    _grams.clear()
     for place in options.sets:
         folder = TaskFolder(place, "runs/cache", None)
         for table, examples in read_examples(folder):
@@ -117,17 +124,16 @@ def main(arguments: list[str] | None = None) -> None:
                 numbered.append((id, dict(zip(columns, range(len(texts), len(texts) + len(columns)), strict=True))))
                 texts += map(words_of, columns.values())
             tables.append((folder.record["task"], table, numbered))
-    for number, text in enumerate(texts):
-        for at, gram in ngrams(text, n):
-            _grams[gram].append((number, at))
     require_record(options.data)
     shards = read_index(join(options.data, "train"))["shards"]
     ends = np.cumsum([shard["samples"] for shard in shards]).tolist()
     parts = [(shard, end - shard["samples"]) for shard, end in zip(shards, ends, strict=True)]
     shared, runs, read = [0] * len(texts), Runs(), 0
     found = set[tuple[int, int]]()
-    with multiprocessing.get_context("fork").Pool(min(available_cores(), len(parts))) as pool:
-        results = pool.imap(functools.partial(search, options.data, n), parts)
+    context = multiprocessing.get_context("spawn")  # a fork copies locks that this process's threads hold
+    processes = min(available_cores(), len(parts))
+    with ProcessPoolExecutor(processes, context, initializer=remember, initargs=(texts, n)) as pool:
+        results = pool.map(functools.partial(search, options.data, n), parts)
         for in_part, longest, count in tqdm(results, "searching", len(parts), unit="file", delay=3):
             found |= in_part
             read += count

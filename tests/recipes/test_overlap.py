@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -20,18 +20,9 @@ from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.texts import write_parquet
 
-
-def _module() -> Any:
-    file = Path(__file__).parents[2] / "recipes/overlap/overlap.py"
-    spec = importlib.util.spec_from_file_location("overlap_recipe", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its processes find `search` by this name
-    spec.loader.exec_module(module)
-    return module
-
-
-overlap = _module()
+# Its processes import it by its name.
+sys.path.append(str(Path(__file__).parents[2] / "recipes/overlap"))
+overlap = importlib.import_module("overlap")
 CHINESE = "今天天气很好我们一起去公园散步看花然后回家吃饭"
 
 
