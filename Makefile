@@ -50,7 +50,7 @@ quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
 # One thread a process: tiny models are slower with more.
-PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
