@@ -165,3 +165,19 @@ def test_composer_starts_without_the_packages_of_image_and_audio_metrics() -> No
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.splitlines() == ["[]", "True True", "0.5"], run.stderr
+
+
+def test_the_machine_is_described_as_by_composer_without_a_process() -> None:
+    code = """
+import subprocess, sys
+from composer.utils import get_composer_env_dict
+from composer.utils.collect_env import get_cpu_model
+from biphasic.devices import describe_machine_once
+
+expected = get_composer_env_dict()
+describe_machine_once()
+sys.addaudithook(lambda event, _: event == "subprocess.Popen" and sys.exit("a process"))
+assert get_composer_env_dict() == expected and expected["cpu_model"] == get_cpu_model(), expected
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

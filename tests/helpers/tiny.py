@@ -27,10 +27,11 @@ from transformers import PreTrainedTokenizerFast
 from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.devices import describe_machine_once
 from biphasic.training.metrics_file import read_metrics
 from helpers import warm
 
-warm.remember_machine()
+describe_machine_once()
 
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")

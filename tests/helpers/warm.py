@@ -6,7 +6,6 @@ A job is what `composer -n N src/main.py …` starts, with real processes and gl
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib
 import json
@@ -120,17 +119,6 @@ def run(
     return start(arguments, ranks, environment, **options).wait(600)
 
 
-def remember_machine() -> None:
-    """Let Composer describe the machine once for all runs of this process and its forks.
-
-    It reads the list of its installed files for each checkpoint (50 ms) and starts a program for the processor's name (1 s).
-    """
-    from composer.utils import collect_env
-
-    if not hasattr(collect_env.get_composer_commit_hash, "cache_info"):
-        collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
-
-
 def _serve() -> None:
     sys.path[:1] = [str(ROOT / "src"), str(ROOT / "tests")]
     for name in sys.argv[1:]:
@@ -160,9 +148,10 @@ def _make_imports() -> None:
 
     import biphasic.training.recipe  # noqa: F401
     import main  # noqa: F401
+    from biphasic.devices import describe_machine_once
 
-    remember_machine()
-    collect_env.get_cpu_model()
+    describe_machine_once()
+    collect_env.get_composer_env_dict()  # for all forks
 
 
 def _supervise(request: dict[str, Any], pipe: int) -> None:

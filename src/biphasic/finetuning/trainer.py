@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.devices import rank_device
+from biphasic.devices import describe_machine_once, rank_device
 from biphasic.durations import Duration
 from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
@@ -116,6 +116,7 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
         get_num_samples_in_batch=lambda batch: len(batch["row_ids"]),  # pyright: ignore
         get_num_tokens_in_batch=lambda batch: sum(sum(part["lengths"]) for part in batch.get("parts", [batch])),  # pyright: ignore
     )
+    describe_machine_once()
     return Trainer(
         model=model,
         run_name=config.run_name,

@@ -28,7 +28,7 @@ from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
 from biphasic.data.streams import opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
-from biphasic.devices import is_out_of_memory, rank_device
+from biphasic.devices import describe_machine_once, is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
 from biphasic.initial_model import build_language_model
 from biphasic.model.language_model import LanguageModel
@@ -170,6 +170,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     ]
 
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    describe_machine_once()
     trainer = Trainer(
         model=PretrainModel(model),
         run_name=config.run_name,
