@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -40,13 +39,19 @@ def test_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process instead of one of its own."""
     benchmark = module("search")
 
-    def run(script: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        folder, documents, shape = script[3:]
-        result = benchmark.search(Path(folder), int(documents), benchmark.Shape(**json.loads(shape)))
-        return subprocess.CompletedProcess(script, 0, stdout=json.dumps(result))
+    def run(kind: str, *arguments: str) -> str:
+        if kind == "--in-memory":
+            side, shape = arguments
+            return str(benchmark.search_in_memory(side, benchmark.Compared(**json.loads(shape))))
+        folder, documents, shape = arguments
+        return json.dumps(benchmark.search(Path(folder), int(documents), benchmark.Shape(**json.loads(shape))))
 
-    monkeypatch.setattr(benchmark.subprocess, "run", run)
-    results = benchmark.measure(benchmark.Shape(queries=3, width=8, k=100, threads=1), (5000,))
+    monkeypatch.setattr(benchmark, "in_process", run)
+    compared = benchmark.Compared(queries=4, documents=300, width=8, k=5, threads=1, rounds=2)
+    results = benchmark.measure(benchmark.Shape(queries=3, width=8, k=100, threads=1), (5000,), compared)
+    ours, faiss = results["Biphasic"], results["faiss"]
+    ratio = statistics.median(theirs / own for own, theirs in zip(ours, faiss, strict=True))
+    assert len(ours) == 2 and f": {ratio:.2f}, the median of 2 rounds" in benchmark.beside_faiss(results)
     one = results["sizes"][5000]
     assert 0 < one["before"] <= one["peak"] and one["seconds"] > 0
     header, rows = benchmark.table(results)

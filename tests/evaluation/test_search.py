@@ -120,6 +120,7 @@ def test_similarities_exist_for_one_block_at_a_time(monkeypatch: pytest.MonkeyPa
     for name in ("_keys", "_fp32_product"):
         monkeypatch.setattr(module, name, partial(seen, getattr(module, name)))
     queries, documents = random_embeddings(7, 20, 50)
+    monkeypatch.setattr(module, "_QUERIES", 8)
     nearest = ExactTopK(queries, 5, block=8)
     nearest.add(documents, 0)
     assert len(sizes) >= 2 * 3 * 7 - 3 and max(max(size) for size in sizes if len(size) == 2) == 8

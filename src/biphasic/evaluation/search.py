@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +23,8 @@ Run = dict[str, list[tuple[str, float]]]
 """Ids and scores of each query's documents, best first."""
 Qrels = dict[str, dict[str, int]]
 """Grades of each query's judged documents; grades above 0 are relevant."""
-_BLOCK = 2048
-"""Number of queries and of documents that are compared at a time."""
+_BLOCK, _QUERIES = 4096, 2048
+"""Number of documents, and of queries, that are compared at a time."""
 _LOW_BITS = (1 << 32) - 1
 _EMPTY = -(1 << 63)
 """A value below every key, because no finite score has these bits."""
@@ -32,7 +33,7 @@ _EMPTY = -(1 << 63)
 class ExactTopK:
     """Finds the k nearest documents of each query by comparing all documents, which are added block by block.
 
-    At most `block` x `block` similarities exist at once and no document is kept: memory doesn't grow with the corpus.
+    At most 2048 x `block` similarities exist at once and no document is kept: memory doesn't grow with the corpus.
     Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with
     or without TF32, at any position in a block, unless the terms cancel to 1e-9 of them. Of equal scores, the lower position
     ranks first. An fp32 product chooses the sums that are needed: those that the bound on its error can't exclude from the
@@ -58,55 +59,86 @@ class ExactTopK:
             ValueError: an embedding is not finite.
         """
         for start, rows in _blocks(documents, self._block):
-            block = self._to_fp64(rows.to(self._queries.device))
-            longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
-            scaled = (block if self._cosine else (block / longest).nan_to_num()).float()
-            positions = torch.arange(first + start, first + start + len(block), device=block.device)
-            best: list[Tensor] = []
-            for at in range(0, len(self._queries), self._block):
-                part = slice(at, at + self._block)
-                allowed = None if mask is None else mask[part, start : start + len(rows)].to(block.device)
-                best.append(self._compare(part, block, scaled, longest, positions, allowed))
+            rows = rows.to(self._queries.device)
+            scaled, longest = self._scale(rows)
+            allowed = None if mask is None else mask[:, start : start + len(rows)].to(rows.device)
+            parts = [slice(at, at + _QUERIES) for at in range(0, len(self._queries), _QUERIES)]
+            chosen = [self._choose(part, scaled, longest, allowed) for part in parts]
+            used = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+            for _, column, _ in chosen:
+                used[column] = True
+            block, place = self._to_fp64(rows[used]), used.cumsum(0) - 1
+            best, width = [], min(self._k, self._best.shape[1] + len(rows))
+            for part, (query, column, many) in zip(parts, chosen, strict=True):
+                found = self._pair_keys(part, block, place[column], query, first + start + column)
+                found = F.pad(found, (0, max(0, width - self._best.shape[1] - found.shape[1])), value=_EMPTY)
+                nearest = _largest(self._best[part], found, width)
+                if many.any():
+                    found = self._block_keys(part, many, rows, first + start, allowed)
+                    nearest[many] = _largest(self._best[part][many], found, width)
+                best.append(nearest)
             self._best = torch.cat(best) if best else self._best
 
-    def _compare(
-        self, part: slice, block: Tensor, scaled: Tensor, longest: Tensor, positions: Tensor, allowed: Tensor | None
-    ) -> Tensor:
-        """Return the best keys of a part of the queries, int64 [queries, at most k], so far and in a block.
-        `scaled` is `block` over `longest`, in fp32: at most of length 1, as the scaled queries."""
-        best, queries, scale = self._best[part], self._queries[part], self._lengths[part] * longest
-        numbers, error = torch.arange(len(best) + 1, device=block.device), _fp32_error(block.shape[1])
-        product = _fp32_product(self._scaled[part], F.pad(scaled, (0, 0, 0, -len(block) % 8)))
-        product[:, len(block) :] = -torch.inf
+    def _scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows in fp32, of lengths up to 1 but for rounding, and what they were divided by: fp64 [], 1 for cosine."""
+        if rows.dtype != torch.float64:
+            rows = rows.float()
+            lengths = rows.norm(dim=1)
+            least, longest = lengths.aminmax()
+            if least > 1e-15 and longest < 1e15:  # no square in a sum of fp32 is too small or too large
+                lengths = lengths[:, None] if self._cosine else longest
+                return rows / lengths, lengths.new_ones((), dtype=torch.float64) if self._cosine else longest.double()
+        block = self._to_fp64(rows)
+        longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
+        return (block if self._cosine else (block / longest).nan_to_num()).float(), longest
+
+    def _choose(
+        self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs of a part of the queries and a block's documents that may be among the best: both numbers, int64
+        [pairs], by query, and which queries, bool [queries], have too many, which are left out."""
+        best, scale = self._best[part], (self._lengths[part] * longest)[:, None]
+        error = _fp32_error(scaled.shape[1])
+        product = _fp32_product(self._scaled[part], scaled)
         if allowed is not None:
-            product[:, : len(block)].masked_fill_(~allowed, -torch.inf)
-        # First the peaks of eight documents: looking at each takes long. k documents are at least as near as the k-th.
-        peaks, worst = product.view(len(best), 8, -1).amax(1), torch.full_like(scale[:, None], -torch.inf)
+            product.masked_fill_(~allowed[part], -torch.inf)
+        worst = torch.full_like(scale, -torch.inf)
         if best.shape[1] == self._k:
             worst = _scores(best.amin(1, keepdim=True))
-        elif allowed is None and peaks.shape[1] >= self._k:
-            worst = (peaks.topk(self._k, dim=1).values[:, -1:].double() - error) * scale[:, None]
+        elif allowed is None and len(scaled) >= self._k:
+            # k documents are at least as near as the k-th of the largest in groups of up to eight.
+            size = min(8, len(scaled) // self._k)
+            largest = product[:, : len(scaled) // size * size].view(len(best), size, -1).amax(1)
+            worst = (largest.topk(self._k, dim=1).values[:, -1:].double() - error) * scale
         # The least product of scaled vectors of the worst score; -2 is below all. fp32 makes scores equal that lie far
         # apart on this scale: near 0 and beyond its largest number.
         lowest = worst.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
-        least = (lowest / scale[:, None] - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
-        query, peak = (peaks >= least).nonzero().T.contiguous()
-        many = torch.searchsorted(query, numbers).diff() > peaks.shape[1] // 2
-        query, peak = query[~many[query]], peak[~many[query]]
-        eight = peak[:, None] + torch.arange(0, product.shape[1], peaks.shape[1], device=block.device)
-        which, at = (product[query[:, None], eight] >= least[query]).nonzero().unbind(1)
-        query, column = query[which], eight[which, at]
-        begins, width = torch.searchsorted(query, numbers), min(self._k, best.shape[1] + len(block))
-        sums = _pair_sums(queries, block, begins, column).float()[:, None]
-        keys = _keys(sums, positions[column, None])
-        found = best.new_full((len(best), max(int(begins.diff().max()), width - best.shape[1])), _EMPTY)
-        found[query, torch.arange(len(query), device=block.device) - begins[query]] = keys[:, 0]
-        nearest = torch.cat([best, found], dim=1).topk(width, dim=1, sorted=False).values
+        least = (lowest / scale - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
+        chosen = _true_positions(product >= least)
+        query = chosen // len(scaled)
+        many = query.bincount(minlength=len(best)) > len(scaled) // 8
         if many.any():
-            keys = _keys((queries[many] @ block.T).float(), positions)
-            keys = keys if allowed is None else keys.masked_fill(~allowed[many], _EMPTY)
-            nearest[many] = torch.cat([best[many], keys], dim=1).topk(width, dim=1, sorted=False).values
-        return nearest
+            chosen = chosen[~many[query]]
+            query = chosen // len(scaled)
+        return query, chosen - query * len(scaled), many
+
+    def _pair_keys(self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor) -> Tensor:
+        """Return the keys of pairs, sorted by query, as int64 [queries of the part, most pairs of one], the rest `_EMPTY`.
+
+        `block` is fp64 [documents, width]; `row` says which is a pair's document, `position` where that is in the corpus.
+        """
+        queries = self._queries[part]
+        begins = torch.searchsorted(query, torch.arange(len(queries) + 1, device=query.device))
+        keys = _keys(_pair_sums(queries, block, begins, row).float(), position)
+        found = keys.new_full((len(queries), int(begins.diff().max())), _EMPTY)
+        found[query, torch.arange(len(query), device=query.device) - begins[query]] = keys
+        return found
+
+    def _block_keys(self, part: slice, many: Tensor, rows: Tensor, first: int, allowed: Tensor | None) -> Tensor:
+        """Return the keys of some of a part's queries, `many`, for all documents of a block: int64 [queries, documents]."""
+        scores = (self._queries[part][many] @ self._to_fp64(rows).T).float()
+        keys = _keys(scores, torch.arange(first, first + len(rows), device=rows.device))
+        return keys if allowed is None else keys.masked_fill(~allowed[part][many], _EMPTY)
 
     def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Merge the results of all ranks; `gather` returns the tensors of all ranks, whose widths may differ."""
@@ -238,13 +270,15 @@ def _in_range(lengths: Tensor) -> Tensor:
 
 
 def _fp32_error(width: int) -> float:
-    """Return a bound on the error of `_fp32_product` of vectors of at most length 1 that were rounded to fp32.
+    """Return a bound on the error of `_fp32_product` of vectors that were scaled to at most length 1 and rounded to fp32.
 
     A sum of n products errs by at most n u / (1 - n u) times the lengths' product, for the unit roundoff u, in any order,
-    with or without fused multiply-add (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). n is the
-    width and 8: 5 roundings, of the vectors, the scores and their limits, and more than underflow and fp64's errors.
+    with or without fused multiply-add (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); a length
+    in fp32, whose root halves that, by (n / 2 + 1) u. n is the width. 12 more are 6 roundings, of the vectors, the scores
+    and their limits, and more than underflow and fp64's errors.
     """
-    return (width + 8) / (2**24 - (width + 8))
+    count = 1.5 * width + 12
+    return count / (2**24 - count)
 
 
 def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
@@ -257,6 +291,17 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
         return left @ right.T
 
 
+def _largest(best: Tensor, found: Tensor, width: int) -> Tensor:
+    return torch.cat([best, found], dim=1).topk(width, dim=1, sorted=False).values
+
+
+def _true_positions(mask: Tensor) -> Tensor:
+    """Return where a flattened mask is true, int64. NumPy takes a tenth of PyTorch's time on the CPU."""
+    return (
+        torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.flatten().nonzero()[:, 0]
+    )
+
+
 def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -> Tensor:
     """Return the products of query i and the rows `column[begins[i]:begins[i + 1]]` of a block, fp64 [pairs]."""
     with warnings.catch_warnings():
@@ -267,8 +312,8 @@ def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -
 
 
 def _keys(scores: Tensor, positions: Tensor) -> Tensor:
-    """Return an int64 key for each score, fp32 [queries, documents], which increases with the score and, for equal scores,
-    decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique."""
+    """Return an int64 key for each score, fp32 [..., documents], which increases with the score and, for equal scores,
+    decreases with the position. A query's keys are distinct, so that the result of `topk` is unique."""
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     # The bits of positive floats have the order of integers; those of negative floats have the reverse order.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
