@@ -62,6 +62,23 @@ def import_torchmetrics() -> None:
         imports.package_available, imports.RequirementCache._check_requirement = is_installed, check
 
 
+def delay_mcli() -> None:
+    """Let mcli, the client of MosaicML's platform, be imported when it is used, not with Composer: 0.5 s less."""
+    if "mcli" in sys.modules or (spec := importlib.util.find_spec("mcli")) is None:
+        return
+    sys.modules["mcli"] = module = importlib.util.module_from_spec(spec)
+
+    def load(name: str) -> object:
+        if name.startswith("__") or module.__dict__.pop("__getattr__", None) is None:
+            raise AttributeError(name, name=name, obj=module)
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    # Not importlib's LazyLoader: it loads a module when another `import` looks at its `__spec__`.
+    module.__dict__["__getattr__"] = load
+
+
 def describe_machine_once() -> None:
     """Let Composer describe the machine once in this process, with the processor's name from the kernel.
 

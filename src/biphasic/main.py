@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from biphasic.commands.next_step import after_run
 from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
-from biphasic.devices import import_torchmetrics, set_allocators
+from biphasic.devices import delay_mcli, import_torchmetrics, set_allocators
 from biphasic.errors import UserError
 from biphasic.processes import run_command
 from biphasic.ranks import is_first_rank, run_rank
@@ -155,6 +155,7 @@ def _run(config: Config) -> Path:
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job in ("pretrain", "finetune", "evaluate"):
         import_torchmetrics()
+        delay_mcli()
     if config.job == "pretrain":
         from biphasic.training.recipe import pretrain as job
     elif config.job == "finetune":
