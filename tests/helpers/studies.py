@@ -159,7 +159,7 @@ def fine_tune(sweep: SweepConfig) -> None:
     from biphasic.finetuning import trial
 
     configs, store = trial_configs(sweep), open_store(sweep.output)
-    grid = build_grid(sweep, configs, trial)
+    grid = build_grid(sweep, configs)
     for name, cell in grid.trials.items():
         write_record(store, TrialRecord(name, cell, "done", tuple(trial.run_trial(configs[cell]).results)))
     write_grid(store, grid)

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ TWO = {"a": {"do": "train"}, "b": {"do": "fail"}}
 
 def grid_of(config: SweepConfig) -> tuple[Grid, dict[Cell, FinetuneConfig]]:
     configs = trial_configs(config)
-    return build_grid(config, configs, import_module("helpers.small_trials")), configs
+    return build_grid(config, configs, "helpers.small_trials"), configs
 
 
 def test_every_cell_once_seed_by_seed(sweep: LoadSweep) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,9 +269,7 @@ class InlineWorkers:
 
 def driver_of(config: SweepConfig) -> Driver:
     configs = trial_configs(config)
-    return Driver(
-        build_grid(config, configs, import_module("helpers.small_trials")), configs, open_store(config.output), 2
-    )
+    return Driver(build_grid(config, configs, "helpers.small_trials"), configs, open_store(config.output), 2)
 
 
 def work(driver: Driver, end: Callable[[TrialJob], FinishedJob], lost: str | None = None) -> None:

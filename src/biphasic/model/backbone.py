@@ -17,8 +17,8 @@ from biphasic.model.architecture import rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
 from biphasic.quiet import without_warnings
-from biphasic.storage import cached_file_hash, is_remote, user_error
-from biphasic.storage.hub import why_missing
+from biphasic.storage import cached_file_hash, user_error
+from biphasic.storage.hub import require_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -106,12 +106,7 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if is_remote(path):
-        reason = "a model in a bucket is not supported: download it to a folder"
-        raise UserError(f"model {path}: can't be loaded ({reason})")
-    if (reason := why_missing(path, revision)) is not None:
-        reason = reason.replace("no such folder", "no such checkpoint or folder")
-        raise UserError(f"model {path}: can't be loaded ({reason})")
+    require_model(path, revision)
     try:
         content = config_content(path, revision)
         if is_papers(content):

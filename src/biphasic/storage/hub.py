@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from biphasic.errors import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.storage.files import UnreachableError, is_folder, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
@@ -46,6 +46,14 @@ def why_missing(path: str, revision: str | None = None) -> str | None:
         return "there is no such folder"
     reason = _why_not_on_hub(path, revision, int(time.monotonic() // 60))
     return None if reason is None else f"no such folder here, and from the hub: {reason}"
+
+
+def require_model(path: str, revision: str | None = None) -> None:
+    """Raise a UserError if a model is in a bucket, or is missing here and on the hub."""
+    reason = "a model in a bucket is not supported: download it to a folder" if is_remote(path) else None
+    if (reason := reason or why_missing(path, revision)) is not None:
+        reason = reason.replace("no such folder", "no such checkpoint or folder")
+        raise UserError(f"model {path}: can't be loaded ({reason})")
 
 
 @lru_cache(maxsize=256)

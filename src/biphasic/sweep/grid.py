@@ -9,15 +9,19 @@ that choose the learning rates come first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
-from types import ModuleType
+from pathlib import Path
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.read import format_override
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import ConfigError, Problem, UserError
+from biphasic.finetuning.plan import require_data
+from biphasic.storage.hub import require_model
 from biphasic.sweep.records import Cell, Grid, GridTask
 
 TRIAL_MODULE = "biphasic.finetuning.trial"
@@ -46,30 +50,28 @@ def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
     return {cell: _config_at(by_pair[cell.model, cell.task], cell) for cell in cells}
 
 
-def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functions: ModuleType) -> Grid:
+def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> Grid:
     """Return the grid with the names of all trials. Reads the model and data files.
 
-    `configs` come from `trial_configs`; `functions` is the module `TRIAL_MODULE`, or the tests' replacement. Raises a
-    UserError that lists all missing models and datasets, and sets without a validation split to choose among rates by.
+    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError that lists all missing models and
+    datasets, or sets without a validation split to choose among rates by.
     """
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
-    faulty: dict[str, dict[tuple[str, str], None]] = {}
-    for cell, trial_config in configs.items():
-        if any((cell.task, cell.model) in pairs for pairs in faulty.values()):
-            continue
-        try:
-            names[f"{cell.model}.{cell.task}.{functions.trial_name(trial_config)}"] = cell
-            if cell.task not in tasks:
-                if len(config.learning_rates) > 1:
-                    functions.require_validation(trial_config)
-                family, sets = trial_config.task.family, functions.scored_sets(trial_config)
-                tasks[cell.task] = GridTask(cell.task, family, sets)
-        except UserError as error:
-            # A missing model affects every task, and a missing dataset every model: each is reported once.
-            faulty.setdefault(str(error), {})[cell.task, cell.model] = None
-    if faulty:
-        raise UserError("\n".join(f"{_describe_pairs(list(pairs))}: {fault}" for fault, pairs in faulty.items()))
+    if module == TRIAL_MODULE:  # at once, since the module's imports take seconds
+        _check_pairs(
+            {(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values(), _require_inputs
+        )
+    functions = import_module(module)
+
+    def add(cell: Cell, trial_config: FinetuneConfig) -> None:
+        names[f"{cell.model}.{cell.task}.{functions.trial_name(trial_config)}"] = cell
+        if cell.task not in tasks:
+            if len(config.learning_rates) > 1:
+                functions.require_validation(trial_config)
+            tasks[cell.task] = GridTask(cell.task, trial_config.task.family, functions.scored_sets(trial_config))
+
+    _check_pairs(configs.items(), add)
     if len(names) < len(configs):
         # The hash must include the learning rate and the seed, otherwise trials would silently collide.
         raise RuntimeError(f"{len(configs)} trials have only {len(names)} names")
@@ -82,6 +84,27 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
         rate_seeds=config.rate_seeds or len(config.seeds),
         task_group=config.task_group,
     )
+
+
+def _check_pairs(configs: Iterable[tuple[Cell, FinetuneConfig]], check: Callable[[Cell, FinetuneConfig], None]) -> None:
+    """Check trials, and raise a UserError with the faults of all pairs of a task and a model; of each pair the first one."""
+    faulty: dict[str, dict[tuple[str, str], None]] = {}
+    for cell, trial_config in configs:
+        if any((cell.task, cell.model) in pairs for pairs in faulty.values()):
+            continue
+        try:
+            check(cell, trial_config)
+        except UserError as error:
+            # A missing model affects every task, and a missing dataset every model: each is reported once.
+            faulty.setdefault(str(error), {})[cell.task, cell.model] = None
+    if faulty:
+        raise UserError("\n".join(f"{_describe_pairs(list(pairs))}: {fault}" for fault, pairs in faulty.items()))
+
+
+def _require_inputs(cell: Cell, config: FinetuneConfig) -> None:
+    if not Path(config.model.path).is_file():
+        require_model(config.model.path, config.model.revision)
+    require_data(config)
 
 
 def _describe_pairs(pairs: list[tuple[str, str]]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from statistics import fmean
 
 from biphasic.config.sweep import SweepConfig
@@ -41,7 +40,7 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
     configs = trial_configs(config)
     faults, records = None, dict[str, TrialRecord]()
     try:
-        grid = build_grid(config, configs, import_module(module))
+        grid = build_grid(config, configs, module)
     except UserError as error:
         faults = str(error)
         choosing = config.seeds[: config.rate_seeds]

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from pathlib import Path
 
 from biphasic.amounts import format_seconds
@@ -56,7 +55,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
             lock = RunLock(config.output, key="output", alternative="output")
             lock.acquire(ranks=1)
             stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
-            grid = build_grid(config, configs, import_module(module))
+            grid = build_grid(config, configs, module)
             write_grid(folder, grid)
             driver = Driver(grid, configs, folder, config.cluster.retries)
             driver.read_records(retry_failed)
