@@ -170,7 +170,9 @@ def beside_faiss(results: dict[str, Any]) -> str:
     ratio = median(theirs / own for own, theirs in zip(ours, faiss, strict=True))
     size = f"{shape.queries:,} queries, {shape.documents:,} documents, width {shape.width}, k {shape.k}"
     peer = f"faiss.IndexFlatIP {version('faiss-cpu')}"
-    return f"In memory, {size}: {rates[0]}, and {rates[1]} with {peer}: {ratio:.2f}, the median of {shape.rounds} rounds."
+    return (
+        f"In memory, {size}: {rates[0]}, and {rates[1]} with {peer}: {ratio:.2f}, the median of {shape.rounds} rounds."
+    )
 
 
 def main() -> None:
