@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workload import ROOT, parse_options, report, say
+from workload import ROOT, parse_options, report, say, take_turns
 
 SIZES = (10_000, 100_000, 1_000_000)
 
@@ -97,27 +98,27 @@ def search_in_memory(side: str, shape: Compared) -> float:
         generator.standard_normal((rows, shape.width), np.float32) for rows in (shape.queries, shape.documents)
     )
 
-    def with_faiss() -> Any:
-        index = faiss.IndexFlatIP(shape.width)
-        index.add(documents)  # pyright: ignore
-        return index.search(queries, shape.k)[1]  # pyright: ignore
-
-    def with_biphasic() -> Any:
-        nearest = ExactTopK(torch.from_numpy(queries), shape.k, "dot")
-        nearest.add(torch.from_numpy(documents), 0)
-        return nearest.result()[1]
-
-    find = with_faiss if side == "faiss" else with_biphasic
     if side == "faiss":
         import faiss
 
         faiss.omp_set_num_threads(shape.threads)
+
+        def find() -> Any:
+            index = faiss.IndexFlatIP(shape.width)
+            index.add(documents)  # pyright: ignore
+            return index.search(queries, shape.k)[1]  # pyright: ignore
     else:
         import torch
 
         from biphasic.evaluation.search import ExactTopK
 
         torch.set_num_threads(shape.threads)
+
+        def find() -> Any:
+            nearest = ExactTopK(torch.from_numpy(queries), shape.k, "dot")
+            nearest.add(torch.from_numpy(documents), 0)
+            return nearest.result()[1]
+
     find()
     start = time.monotonic()
     assert find().shape == (shape.queries, shape.k)
@@ -131,17 +132,15 @@ def in_process(*arguments: str) -> str:
 
 
 def measure(shape: Shape, sizes: tuple[int, ...] = SIZES, compared: Compared = Compared()) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "shape": asdict(shape),
-        "compared": asdict(compared),
-        "Biphasic": [],
-        "faiss": [],
-        "sizes": {},
-    }
-    for round_ in range(compared.rounds):
-        for side in ("Biphasic", "faiss"):
+    def in_memory(side: str) -> Callable[[int], float]:
+        def seconds(round_: int) -> float:
             say(f"in memory with {side}, round {round_}")
-            results[side].append(float(in_process("--in-memory", side, json.dumps(asdict(compared)))))
+            return float(in_process("--in-memory", side, json.dumps(asdict(compared))))
+
+        return seconds
+
+    results: dict[str, Any] = {"shape": asdict(shape), "compared": asdict(compared), "sizes": {}}
+    results |= take_turns(compared.rounds, {side: in_memory(side) for side in ("Biphasic", "faiss")})
     for documents in sizes:
         with tempfile.TemporaryDirectory(dir=ROOT / "benchmarks") as folder:
             say(f"{documents:,} documents")
@@ -167,11 +166,11 @@ def beside_faiss(results: dict[str, Any]) -> str:
     """Describe the comparison."""
     shape, ours, faiss = Compared(**results["compared"]), results["Biphasic"], results["faiss"]
     rates = [f"{shape.queries / median(seconds):,.0f} queries a second" for seconds in (ours, faiss)]
-    ratio = median(theirs / own for own, theirs in zip(ours, faiss, strict=True))
+    ratio = median(peer / own for own, peer in zip(ours, faiss, strict=True))
     size = f"{shape.queries:,} queries, {shape.documents:,} documents, width {shape.width}, k {shape.k}"
-    peer = f"faiss.IndexFlatIP {version('faiss-cpu')}"
+    name = f"faiss.IndexFlatIP {version('faiss-cpu')}"
     return (
-        f"In memory, {size}: {rates[0]}, and {rates[1]} with {peer}: {ratio:.2f}, the median of {shape.rounds} rounds."
+        f"In memory, {size}: {rates[0]}, and {rates[1]} with {name}: {ratio:.2f}, the median of {shape.rounds} rounds."
     )
 
 

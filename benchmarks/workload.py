@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 ShapeType = TypeVar("ShapeType")
+Result = TypeVar("Result")
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 AGREE = 1e-4
@@ -342,9 +343,9 @@ def raw(runs: list[Run]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def take_turns(rounds: int, starters: dict[str, Callable[[int], Run]]) -> dict[str, list[Run]]:
+def take_turns(rounds: int, starters: dict[str, Callable[[int], Result]]) -> dict[str, list[Result]]:
     """Run each in turn, `rounds` times, so that a slow minute of the machine affects all of them."""
-    runs: dict[str, list[Run]] = {name: [] for name in starters}
+    runs: dict[str, list[Result]] = {name: [] for name in starters}
     for round_ in range(rounds):
         for name, start in starters.items():
             runs[name].append(start(round_))

@@ -50,7 +50,7 @@ def test_search(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = benchmark.Compared(queries=4, documents=300, width=8, k=5, threads=1, rounds=2)
     results = benchmark.measure(benchmark.Shape(queries=3, width=8, k=100, threads=1), (5000,), compared)
     ours, faiss = results["Biphasic"], results["faiss"]
-    ratio = statistics.median(theirs / own for own, theirs in zip(ours, faiss, strict=True))
+    ratio = statistics.median(peer / own for own, peer in zip(ours, faiss, strict=True))
     assert len(ours) == 2 and f": {ratio:.2f}, the median of 2 rounds" in benchmark.beside_faiss(results)
     one = results["sizes"][5000]
     assert 0 < one["before"] <= one["peak"] and one["seconds"] > 0

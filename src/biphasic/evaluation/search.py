@@ -65,16 +65,17 @@ class ExactTopK:
             parts = [slice(at, at + _QUERIES) for at in range(0, len(self._queries), _QUERIES)]
             chosen = [self._choose(part, scaled, longest, allowed) for part in parts]
             used = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-            for _, column, _ in chosen:
+            for _, column, many in chosen:
                 used[column] = True
+                used |= many.any()  # such queries are compared with all rows
             block, place = self._to_fp64(rows[used]), used.cumsum(0) - 1
             best, width = [], min(self._k, self._best.shape[1] + len(rows))
             for part, (query, column, many) in zip(parts, chosen, strict=True):
-                found = self._pair_keys(part, block, place[column], query, first + start + column)
-                found = F.pad(found, (0, max(0, width - self._best.shape[1] - found.shape[1])), value=_EMPTY)
+                least = width - self._best.shape[1]
+                found = self._pair_keys(part, block, place[column], query, first + start + column, least)
                 nearest = _largest(self._best[part], found, width)
                 if many.any():
-                    found = self._block_keys(part, many, rows, first + start, allowed)
+                    found = self._block_keys(part, many, block, first + start, allowed)
                     nearest[many] = _largest(self._best[part][many], found, width)
                 best.append(nearest)
             self._best = torch.cat(best) if best else self._best
@@ -122,22 +123,25 @@ class ExactTopK:
             query = chosen // len(scaled)
         return query, chosen - query * len(scaled), many
 
-    def _pair_keys(self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor) -> Tensor:
+    def _pair_keys(
+        self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor, least: int
+    ) -> Tensor:
         """Return the keys of pairs, sorted by query, as int64 [queries of the part, most pairs of one], the rest `_EMPTY`.
 
-        `block` is fp64 [documents, width]; `row` says which is a pair's document, `position` where that is in the corpus.
+        There are at least `least` columns. `block` is fp64 [documents, width]; `row` says which is a pair's document,
+        `position` where that is in the corpus.
         """
         queries = self._queries[part]
         begins = torch.searchsorted(query, torch.arange(len(queries) + 1, device=query.device))
         keys = _keys(_pair_sums(queries, block, begins, row).float(), position)
-        found = keys.new_full((len(queries), int(begins.diff().max())), _EMPTY)
+        found = keys.new_full((len(queries), max(int(begins.diff().max()), least)), _EMPTY)
         found[query, torch.arange(len(query), device=query.device) - begins[query]] = keys
         return found
 
-    def _block_keys(self, part: slice, many: Tensor, rows: Tensor, first: int, allowed: Tensor | None) -> Tensor:
+    def _block_keys(self, part: slice, many: Tensor, block: Tensor, first: int, allowed: Tensor | None) -> Tensor:
         """Return the keys of some of a part's queries, `many`, for all documents of a block: int64 [queries, documents]."""
-        scores = (self._queries[part][many] @ self._to_fp64(rows).T).float()
-        keys = _keys(scores, torch.arange(first, first + len(rows), device=rows.device))
+        scores = (self._queries[part][many] @ block.T).float()
+        keys = _keys(scores, torch.arange(first, first + len(block), device=block.device))
         return keys if allowed is None else keys.masked_fill(~allowed[part][many], _EMPTY)
 
     def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
