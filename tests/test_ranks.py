@@ -24,7 +24,7 @@ from helpers.tiny import ROOT, composer_command, launch
 ENDED = "ended in the middle of a step without a message: it was killed or aborted"
 CASES: dict[str, tuple[int, int, list[str], str | None]] = {
     "one": (3, 2, ["the shard is damaged\nput it right\n"], "rank 1: the shard is damaged"),
-    "bug": (2, 1, ["ZeroDivisionError: division by zero\n"], "rank 1: ZeroDivisionError: division by zero"),
+    "bug": (2, 1, ["OSError: not open\n"], "rank 1: OSError: not open (no key)"),
     "all": (2, 2, ["the loss is not a finite number\n"], "the loss is not a finite number"),
     "away": (2, 1, ["the bucket can't be reached\n"], "rank 1: the bucket can't be reached"),
     "two": (3, 2, ["the disk of rank 1 is full\n", "the disk of rank 2 is full\n"], None),

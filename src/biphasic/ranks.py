@@ -139,6 +139,9 @@ class _Fault:
     @classmethod
     def of(cls, error: BaseException) -> _Fault:
         status, text, lost = FAILED, f"{type(error).__name__}: {first_line(error)}", False
+        if error.__cause__ is not None and str(error.__cause__):
+            # Of a loader process that was killed, PyTorch says either that, or that it exited and gives that as the cause.
+            text += f" ({first_line(error.__cause__)})"
         if is_lost_rank(error):
             text, lost = f"another rank, or its machine, {_ENDED}", True
         elif "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:

@@ -22,7 +22,7 @@ def fail(case: str, rank: int) -> None:
     if case == "one" and rank == 1:
         raise UserError("the shard is damaged\nput it right")
     if case == "bug" and rank == 1:
-        print(1 / 0)
+        raise OSError("not open") from ValueError("no key")
     if case == "away" and rank == 1:
         raise Unavailable("the bucket can't be reached")
     if case == "all":
