@@ -13,8 +13,8 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test coverage test-all test-oldest azurite faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-gpu test-gpu bench-gpu-run docs lock clean
+.PHONY: env quickstart test coverage test-all test-oldest stores faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-stores bench-gpu test-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are, $(3) is the command.
 define stop
@@ -95,8 +95,8 @@ $(OLDEST)/.ready: requirements.lock requirements.in pyproject.toml Makefile | en
 	@touch $(OLDEST)/.ready
 
 # Azure's emulator, a package of npm: its tests are skipped without it. Needs Node.js.
-azurite: env
-	npm install --silent --no-save --no-audit --no-fund --prefix $(VENV) azurite@3
+stores: env
+	npm install --silent --no-save --no-audit --no-fund --prefix $(VENV) azurite@3 s3rver@3
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: 11 minutes.
 faults: env
@@ -180,6 +180,10 @@ bench-search: env
 # Training for retrieval over sentence-transformers.
 bench-retrieval: env
 	$(BIN)/python benchmarks/retrieval.py
+
+# What stores promise, and the tests on each that is installed (`make stores`; Ceph, Swift and faketime from Debian).
+bench-stores: stores
+	$(BIN)/python benchmarks/stores.py
 
 # What runs on a GPU machine doesn't need `env`: it takes the environment's Python if there is one, else PYTHON.
 GPU_PYTHON = PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))

@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +66,14 @@ def test_all_faults_are_reported(s3: Path, write_yaml: Write) -> None:
 
 def test_nodes_share_a_folder_of_checkpoints(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node checks it at the same moment, and removes it once it is empty."""
-    config = config_of(write_yaml("shared"))
+    config, remove = config_of(write_yaml("shared")), LocalStore.remove
 
-    def stat(store: LocalStore, name: str) -> None:
-        Path(store.root).rmdir()
+    def remove_with_folder(store: LocalStore, names: Iterable[str]) -> None:
+        remove(store, names)
+        with suppress(FileNotFoundError):
+            Path(store.root).rmdir()
 
-    monkeypatch.setattr(LocalStore, "stat", stat)
+    monkeypatch.setattr(LocalStore, "remove", remove_with_folder)
     facts = rank_facts(config)
     assert facts["faults"] == [] and "written, read and deleted in" in facts["bucket"]
 

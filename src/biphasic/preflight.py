@@ -35,6 +35,7 @@ from biphasic.devices import rank_device, require_compiler, require_precision, r
 from biphasic.errors import Unavailable, UserError, first_line
 from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED, is_first_rank
 from biphasic.storage import is_remote, open_store, user_error
+from biphasic.storage.promises import broken_promises
 
 _ALL_REDUCE_VALUES = 1 << 25
 """Number of fp32 values in the timed all-reduce on GPUs, 128 MiB. CPUs use an eighth of this."""
@@ -183,20 +184,16 @@ def _bandwidths(on_gpu: bool) -> tuple[float, float]:
 
 
 def _bucket(config: PretrainConfig) -> str:
-    """Check that a file can be written, read and deleted where the run saves checkpoints."""
+    """Check that files can be written, read and deleted where the run saves checkpoints, and what that store promises."""
     destination = config.checkpoint_destination
-    name, content = f"preflight-{socket.gethostname()}-{os.getpid()}", os.urandom(1 << 16)
     start = time.perf_counter()
     try:
-        place = open_store(destination)
-        place.write(name, content)
-        same = place.read(name) == content
-        place.remove([name])
-        if not same or place.stat(name) is not None:
-            raise OSError("a file is not as it was written, or still exists after its deletion")
+        broken = broken_promises(destination, f"preflight-{socket.gethostname()}-{os.getpid()}")
     except OSError as error:
         message = f"can't be written, read and deleted ({first_line(error)})"
         raise user_error(f"checkpoint.folder {destination}: {message}", error) from error
+    if broken:
+        raise UserError("\n".join(f"checkpoint.folder {destination}: {line}" for line in broken))
     if not is_remote(destination):
         with suppress(OSError):  # not empty, or removed by another node that shares the folder
             Path(destination).rmdir()

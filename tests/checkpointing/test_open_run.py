@@ -16,6 +16,7 @@ from biphasic.errors import Unavailable, UserError
 from biphasic.storage import UNFINISHED_PREFIX
 from biphasic.training.recipe import run_settings
 from conftest import Write
+from helpers.buckets import bucket_for, client
 from helpers.tiny import config_of
 
 
@@ -82,3 +83,15 @@ def test_what_a_killed_save_left_is_removed(write_yaml: Write) -> None:
     left.touch()
     with open_run(run_settings(config), ResumeGuard(config)):
         assert not left.exists()
+
+
+def test_what_a_killed_upload_left_is_removed(s3: Path, write_yaml: Write) -> None:
+    """S3 keeps the parts of an upload until it is aborted. Those of other runs and other programs may go on."""
+    bucket = bucket_for(s3, "unfinished-uploads")
+    names = ("run/ba8-rank0.pt", "run/ep0-ba8/__0_0.distcp", "run/notes.bin", "run/other/ba8-rank0.pt", "ba8-rank0.pt")
+    for name in names:
+        client().create_multipart_upload(Bucket=bucket, Key=name)
+    config = config_of(write_yaml(checkpoint__folder=f"s3://{bucket}/run"))
+    with open_run(run_settings(config), ResumeGuard(config)):
+        left = [item["Key"] for item in client().list_multipart_uploads(Bucket=bucket)["Uploads"]]
+    assert sorted(left) == sorted(names[2:])

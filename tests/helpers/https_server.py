@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,33 @@ def serve_https(
     context.load_cert_chain(certificate)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"https://127.0.0.1:{server.server_address[1]}", certificate
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def forward_https(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Put HTTPS before a local server of HTTP until the end of the block; returns as `serve_https`."""
+    certificate = folder / "certificate.pem"
+    certificate.write_bytes(_certificate(()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            client = context.wrap_socket(self.request, server_side=True)
+            with socket.create_connection(("127.0.0.1", port)) as server:
+                thread = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
+                thread.start()
+                _pass_on(client, server)
+                thread.join()
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forward)
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"https://127.0.0.1:{server.server_address[1]}", certificate

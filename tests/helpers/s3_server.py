@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-KEY, SECRET = "biphasic-test-key", "biphasic-test-secret"
+KEY, SECRET = "biphasic:tester", "sec/ret+1="
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET,

@@ -24,6 +24,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from helpers.ports import free_port
+from helpers.premises_servers import PREMISES
 from helpers.s3_server import KEY, SECRET
 
 AZURE_ACCOUNT = "devstoreaccount1"
@@ -62,7 +63,7 @@ def azurite(folder: Path) -> Iterator[Environment]:
     """Azure's own emulator of blobs."""
     program = shutil.which("azurite-blob", path=f"{sys.prefix}/node_modules/.bin:{os.environ.get('PATH', '')}")
     if program is None:
-        pytest.skip("Azurite is not installed: make azurite (needs Node.js)")
+        pytest.skip("Azurite is not installed: make stores (needs Node.js)")
     port = free_port()
     options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
     with _running([program, *options, "--skipApiVersionCheck", "--disableTelemetry"], f"http://127.0.0.1:{port}/"):
@@ -158,6 +159,6 @@ def _answers(address: str) -> bool:
     return True
 
 
-SERVERS = {"moto": moto, "azurite": azurite, "google": google}
+SERVERS = {"moto": moto, "azurite": azurite, "google": google, **PREMISES}
 STORES = ["rclone", *SERVERS]
 """Kinds of buckets; `rclone`, the S3 server of `s3_server.py`, is always installed."""

@@ -17,7 +17,7 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
-from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.manifest import Manifest, batch_of
 from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import RunSettings, Saver, progress_after_batch
@@ -65,7 +65,7 @@ class Run:
         settings, guard, ranks, crashes = self._settings, self._guard, self._ranks, self._settings.folder / "crashes"
         self._require_same_on_nodes(guard.values, "give all nodes the same YAML and overrides")
         require_node_folders(self._destination, settings.streams, ranks)
-        attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
+        attempt, killed = ranks.on_first_rank(self._take_lock)
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
         lines = []
@@ -180,6 +180,11 @@ class Run:
     def _require_same_on_nodes(self, values: Mapping[str, Any], advice: str) -> None:
         ranks = self._ranks
         ranks.on_all_ranks(partial(require_same, ranks.broadcast(values), values, ranks.node, advice))
+
+    def _take_lock(self) -> tuple[str, dict[str, Any] | None]:
+        attempt = self._lock.acquire(self._ranks.size)
+        open_store(self._destination).abort_uploads(lambda name: batch_of(name) is not None)
+        return attempt, self._lock.killed
 
     def _remove_unfinished(self) -> None:
         """Remove what a save left that was killed. No other process writes checkpoints while this one holds the lock."""

@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -256,6 +256,9 @@ class _BucketStore:
         self.upload(file, name)
         file.unlink()
 
+    def abort_uploads(self, is_own: Callable[[str], bool]) -> None:
+        """Azure and Google remove them after a week."""
+
     def scratch(self) -> Path:
         self.remove_unfinished()
         return Path(tempfile.mkdtemp(prefix=f"biphasic-{os.getpid()}-{socket.gethostname()}-"))
@@ -288,10 +291,11 @@ class S3Store(_BucketStore):
             )
 
     @_as_os_error()
-    def list(self, below: str = "") -> dict[str, StoredFile]:
+    def list(self, below: str = "", keys_per_page: int = 1000) -> dict[str, StoredFile]:
         prefix = self._key(below).rstrip("/")
         listing = self._client.get_paginator("list_objects_v2")
-        pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "")
+        size = {"PageSize": keys_per_page}
+        pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", PaginationConfig=size)
         files = {
             posixpath.relpath(item["Key"], self._prefix or "."): StoredFile(item["Size"], item["ETag"].strip('"'))
             for page in pages
@@ -347,6 +351,16 @@ class S3Store(_BucketStore):
 
         with ThreadPoolExecutor(_DELETIONS) as pool:
             list(pool.map(remove, map(self._key, names)))
+
+    def abort_uploads(self, is_own: Callable[[str], bool]) -> None:
+        """Not every store lists these uploads, and not every user may; they then stay as they are."""
+        with suppress(OSError), _as_os_error():
+            listing = self._client.get_paginator("list_multipart_uploads")
+            for page in listing.paginate(Bucket=self._bucket, Prefix=f"{self._prefix}/" if self._prefix else ""):
+                for item in page.get("Uploads", []):
+                    if is_own(posixpath.relpath(item["Key"], self._prefix or ".")):
+                        upload = {"Key": item["Key"], "UploadId": item["UploadId"]}
+                        self._client.abort_multipart_upload(Bucket=self._bucket, **upload)
 
 
 class ArrowStore(_BucketStore):

@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,12 @@ class LocalStore:
             with suppress(OSError):  # a folder is not empty, or another process has removed it
                 for folder in [*folders][:-1]:
                     (self._folder / folder).rmdir()
+
+    def abort_uploads(self, is_own: Callable[[str], bool]) -> None:
+        """Free the space of uploads that killed processes left unfinished, of files that `is_own` knows by name.
+
+        S3 keeps their parts, and charges for them, until they are aborted.
+        """
 
     def scratch(self) -> Path:
         """Create an empty local folder for files to `move` into the store. Here, `move` is a rename."""
