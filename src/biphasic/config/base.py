@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
-    model_validator,
 )
 
 from biphasic.storage.files import PASSWORD
@@ -144,15 +143,6 @@ Destination = Annotated[Address, matching(r"(?!hf:).*", "a local path, s3://…,
 """An address to which jobs write. They can't write to the hub."""
 LocalPath = Annotated[str, _home_expanded, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
-
-
-class PathSection(Section):
-    """Base class of sections that a text, the value of their first key, may stand for."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_path(cls, content: Any) -> Any:
-        return {next(iter(cls.model_fields)): content} if isinstance(content, str) else content
 
 
 class JobConfig(Section):
