@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from biphasic.conversion.sources import find_files, inspect_files
 from biphasic.errors import UserError
 from helpers.source_files import (
     OPTIONS,
+    csv_lines,
     documents,
     lines,
     options,
@@ -388,3 +390,16 @@ def test_windows_of_zstd_above_128_mib(tmp_path: Path) -> None:
     file.write_bytes(b"".join(frames)[:-1])
     with pytest.raises(DamagedFileError, match=r"is damaged after line \d+ \(the compressed data ends early\)"):
         list(read_documents(find_files(source(file)).files[0], OPTIONS))
+
+
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    """Other characters that `str.splitlines` takes for a line's end, and Unicode's spaces, are text."""
+    odd = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\u3000\u200b\u200c\u200d\xa0\ufeff"
+    records = [{"id": str(number), "text": f"{odd}東京{odd}ที่นี่ क्\u200dष{odd}"} for number in range(3)]
+    text = "".join(record["text"] + "\n" for record in records)
+    raw = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    for name, content in (("a.jsonl", raw), ("b.csv", csv_lines(records).decode()), ("c.txt", text)):
+        file = tmp_path / name
+        file.write_bytes(content.encode())
+        entries = read_documents(*find_files(source(file)).files, options("line", id_column=None))
+        assert texts(list(entries)) == [record["text"] for record in records]

@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from biphasic.commands import main
+from biphasic.data.bulk_encoding import BulkEncoder
 from biphasic.data.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from helpers.texts import sentences, write_parquet
@@ -66,6 +67,34 @@ def test_special_tokens_and_a_folder_of_its_own(file: Path, tmp_path: Path, caps
     assert (tokenizer.mask_token, tokenizer.unk_token, tokenizer.pad_token) == ("[MASK]", "[UNK]", "<|pad|>")
     assert tokenizer.tokenize("a<ref>b") == ["a", "<ref>", "b"]
     assert tokenizer.convert_tokens_to_ids(["<|pad|>", "<|bos|>", "<|eos|>", "[MASK]", "[UNK]", "<ref>"]) == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    ("keeps_marks", "text", "tokens"),
+    [
+        # Vowel signs and conjuncts (Hindi), short vowels (Arabic), accents as characters of their own (NFD).
+        (True, "किताब में हिन्दी क्षेत्र", ["किताब", " में", " हिन्दी", " क्षेत्र"]),
+        (True, "مُحَمَّدٌ كَتَبَ", ["مُحَمَّدٌ", " كَتَبَ"]),
+        (True, "cafe\u0301 de\u0301ja\u0300", ["cafe\u0301", " de\u0301ja\u0300"]),
+        # Few marks or no spaces: GPT-2's words, as in earlier versions.
+        (False, "น้ำดื่ม ที่นี่", ["น", "้", "ำด", "ื่", "ม", " ท", "ี่", "น", "ี่"]),
+        (False, "東京は 日本の (首都)", ["東京は", " 日本の", " (", "首都", ")"]),
+        (False, "don't 12345", ["don", "'t", " 12345"]),
+    ],
+)
+def test_words_keep_their_marks(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], keeps_marks: bool, text: str, tokens: list[str]
+) -> None:
+    """With enough merges each word is a token, which shows what the words are."""
+    write_parquet(tmp_path / "text" / "a.parquet", [{"id": str(number), "text": text} for number in range(50)])
+    arguments = [f"source.paths=[{tmp_path / 'text/a.parquet'}]", "--size", "2000", "--out", str(tmp_path / "own")]
+    assert main(["tokenizer", str(file), *arguments]) == 0
+    assert ("combining marks: words are divided by GPT-4o's pattern" in capsys.readouterr().out) == keeps_marks
+    tokenizer = load_tokenizer(str(tmp_path / "own"))
+    [ids] = tokenizer.encode([text])
+    assert [tokenizer.tokenizer.decode([token]) for token in ids] == tokens
+    assert BulkEncoder(tokenizer, "gigatoken").encode([text])[0].tolist() == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "own")(text)["input_ids"] == ids
 
 
 def test_the_limit_takes_text_from_every_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

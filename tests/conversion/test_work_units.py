@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import pickle
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
@@ -28,7 +30,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import LOCK_FILE
 from helpers.outputs import rows_in, same_bytes, segments_in
-from helpers.texts import sentences, write_parquet
+from helpers.texts import sentences, write_kind, write_parquet
 
 Make = Callable[..., ConvertConfig]
 MIB = 1 << 20
@@ -304,6 +306,22 @@ def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, backend: Backe
     unbroken = "a" * 2_500_000
     [ids] = encode_texts(encoder, [unbroken], [0])
     assert tokenizer.tokenizer.decode(ids.tolist()) == unbroken
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_parts_of_a_text_without_spaces(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut changes a few tokens, also between a letter and its marks; the text stays the same."""
+    monkeypatch.setattr(worker, "_PART_CHARACTERS", 1000)
+    clauses = ["人類社会のすべての構成員の固有の尊厳と", "ปฏิญญาสากลว่าด้วยสิทธิมนุษยชน"]
+    numbers = np.random.default_rng(0).integers(0, 25, (300, 2))
+    text = "".join(clause[min(pair) : max(pair)] for pair in numbers for clause in clauses)
+    tokenizer = load_tokenizer(str(write_kind(tmp_path, kind, " ".join(clauses))))
+    [whole], cuts = tokenizer.encode([text]), len(text) // 1000
+    [parts] = encode_texts(BulkEncoder(tokenizer, "tokenizers"), [text])
+    assert cuts > 3 and tokenizer.tokenizer.decode(parts.tolist()).replace(" ", "") == text
+    changes = difflib.SequenceMatcher(None, whole, parts.tolist(), autojunk=False).get_opcodes()
+    changed = [max(end - start, other_end - other) for tag, start, end, other, other_end in changes if tag != "equal"]
+    assert len(changed) <= cuts and max(changed, default=0) <= 6
 
 
 def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tmp_path: Path) -> None:

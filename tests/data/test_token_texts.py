@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from biphasic.data.tokenizer import TokenTexts, load_tokenizer
 from helpers.texts import KINDS, write_kind, write_tokenizer
@@ -24,6 +26,26 @@ def test_the_texts_of_a_text_s_tokens_are_the_text(kind: str, tmp_path: Path) ->
             assert joined == f" {text}".encode()  # which the tokenizer adds
         elif text == TEXTS[0]:  # it has no words but those of the tokenizer's text, and single spaces
             assert joined == f" {text}".encode()
+
+
+def test_runs_of_spaces_that_are_added_tokens(tmp_path: Path) -> None:
+    """Gemma's form: runs of spaces are tokens of the model, and added ones; other characters than these are bytes."""
+    words = ["<pad>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁▁▁▁", "a", "日", "b▁b"]
+    merges = [("▁", "▁"), ("▁▁", "▁▁")]
+    model = models.BPE({word: number for number, word in enumerate(words)}, merges, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("▁▁", "▁▁▁▁", "[b▁]")])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    texts, text = TokenTexts(loaded), "a       日\n  本 น้ำ"
+    [ids] = loaded.encode([text])
+    assert [loaded.tokenizer.id_to_token(token) for token in ids[:4]] == ["a", "▁▁▁▁", "▁▁", "▁"]
+    assert b"".join(texts.texts[token] for token in ids) == text.encode()
+    [added] = loaded.encode(["[b▁]"])
+    assert [texts.texts[token] for token in added] == ["[b▁]".encode()]  # a name of its own, not the model's
 
 
 def test_special_tokens_have_no_text(tmp_path: Path) -> None:

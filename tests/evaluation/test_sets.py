@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from biphasic.errors import UserError
+from biphasic.evaluation.scoring import bm25, score
 from biphasic.evaluation.sets import LocalRetrieval, judged_only, read_set, retrieval_task
 from biphasic.evaluation.tasks import _load
 from helpers.toy_sets import make_sets
@@ -404,3 +405,23 @@ def test_judged_documents_of_each_subset() -> None:
     assert both.dataset["en"]["test"]["top_ranked"] == {"q1": ["d3", "d5"], "q2": ["d7", "d0", "d5"]}
     assert judged.metadata.eval_langs == {"de": ["deu-Latn"], "en": ["eng-Latn"]}
     assert judged.metadata.type == "Reranking"  # prompts may depend on it
+
+
+def test_a_script_that_is_not_the_languages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """mteb's BM25 has characters as Japanese words, and takes a sentence without spaces for one word in English."""
+    texts = ["東京は日本の首都です", "大阪は西日本の都市です", "猫と犬"]
+    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(texts)]
+    queries = [{"_id": "q", "text": "日本の首都名 Tokyo"}]
+    qrels = [{"query-id": "q", "corpus-id": "d0", "score": 1}]
+    folder = write_set(tmp_path / "set", corpus, queries, qrels)
+    ours = "biphasic.evaluation.sets"
+    for language, found, warnings in (("eng-Latn", set(), 1), ("jpn-Jpan", {"d0", "d1"}, 0)):
+        [row] = score(bm25(), read_set(str(folder), "set", language))[0]
+        assert {document for document, value in row.ranking["q"] if value > 0} == found
+        messages = [record.getMessage() for record in caplog.records if record.name == ours]
+        assert len(messages) == warnings
+        assert all("is eng-Latn, but most letters of its queries are not Latin" in message for message in messages)
+        caplog.clear()
+    queries[0]["text"] = "Tokyo, the capital of 日本?"
+    read_set(str(write_set(tmp_path / "set", corpus, queries, qrels)), "set", "eng-Latn")
+    assert not [record for record in caplog.records if record.name == ours]

@@ -13,6 +13,7 @@ from torchmetrics.text import SQuAD
 
 from biphasic.evaluation.squad import (
     best_no_answer_threshold,
+    character_f1,
     exact_match,
     normalize_answer,
     squad_scores,
@@ -107,8 +108,13 @@ def squad_v2_script(
         precision, recall = shared / len(prediction), shared / len(answer)
         return 2 * precision * recall / (precision + recall)
 
-    exact, f1_scores = [], []
+    def characters(text: str) -> list[str]:  # as JGLUE changes the script for JSQuAD
+        return [*re.sub(r"\s+", " ", re.sub("。+$", "", text.lower())).strip()]
+
+    exact, f1_scores, by_characters = [], [], []
     for answers, text in zip(golds, predictions, strict=True):
+        known = [characters(answer) for answer in answers if characters(answer)] or [[]]
+        by_characters.append(max(overlap(answer, characters(text)) for answer in known))
         kept = [words(answer) for answer in answers if words(answer)] or [[]]
         exact.append(float(words(text) in kept))
         f1_scores.append(max(overlap(answer, words(text)) for answer in kept))
@@ -120,6 +126,7 @@ def squad_v2_script(
 
     questions = list(range(len(golds)))
     reference = {"exact": mean(exact, questions), "f1": mean(f1_scores, questions)}
+    reference["character_f1"] = mean(by_characters, questions)
     reference["HasAns_f1"] = mean(f1_scores, [i for i in questions if golds[i]])
     reference["NoAns_f1"] = mean(f1_scores, [i for i in questions if not golds[i]])
     total = best = sum(not answers for answers in golds)
@@ -135,6 +142,7 @@ def squad_v2_script(
 def test_scores_equal_squad_v2(seed: int) -> None:
     golds, predictions, no_answer = random_questions(seed, 300, least=0)
     names = {"exact_match": "exact", "f1": "f1", "has_answer_f1": "HasAns_f1", "no_answer_f1": "NoAns_f1"}
+    names["character_f1"] = "character_f1"
     for scores, threshold in ((None, 1.0), *((no_answer, threshold) for threshold in (-9.0, 0.0, no_answer[5], 9.0))):
         reference = squad_v2_script(golds, predictions, scores, threshold)
         computed = squad_scores(golds, predictions, scores, threshold)
@@ -152,19 +160,42 @@ def test_scores_equal_squad_v1() -> None:
         [{"id": str(number), "answers": {"text": texts, "answer_start": [0]}} for number, texts in enumerate(golds)],
     )
     reference = {name: float(value) / 100 for name, value in metric.compute().items()}
-    assert squad_scores(golds, predictions) == pytest.approx(reference, abs=1e-6)
+    scores = squad_scores(golds, predictions)
+    assert {name: scores[name] for name in reference} == pytest.approx(reference, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "words", "characters"),
+    [
+        ("東京都の", "東京都", 0, 6 / 7),
+        ("東京都", "東京都。", 0, 1),
+        ("「東京」", "東京", 0, 2 / 3),
+        ("กรุงเทพมหานครใน", "กรุงเทพมหานคร", 0, 26 / 28),
+        ("नई दिल्ली में", "नई दिल्ली", 4 / 5, 18 / 22),
+        (" Tokyo　Tower", "tokyo tower", 1, 1),  # with an ideographic space
+        ("the", "a", 1, 0),
+        ("。", "東京", 0, 0),
+    ],
+)
+def test_f1_of_words_and_of_characters(prediction: str, gold: str, words: float, characters: float) -> None:
+    assert (token_f1(prediction, [gold]), character_f1(prediction, [gold])) == pytest.approx((words, characters))
+    assert character_f1(prediction, ["名古屋港水族館", gold]) == pytest.approx(characters)
+    assert squad_scores([[gold]], [prediction])["character_f1"] == pytest.approx(characters)
+    assert (character_f1("", ["。"]), character_f1("", ["。", gold])) == (1, 0)  # ignored beside another answer
 
 
 def test_which_scores_are_returned() -> None:
     both = squad_scores([["x y"], []], ["x", ""])
-    assert both == pytest.approx({"exact_match": 0.5, "f1": 5 / 6, "has_answer_f1": 2 / 3, "no_answer_f1": 1.0})
-    assert squad_scores([[]], ["x"]) == {"exact_match": 0, "f1": 0, "no_answer_f1": 0}
-    assert squad_scores([["x"]], ["X"], [0.5], 0.5) == {"exact_match": 1, "f1": 1}  # not above the threshold
-    assert squad_scores([["x"]], ["X"], [0.5], 0.4) == {"exact_match": 0, "f1": 0}
+    names = ("exact_match", "f1", "character_f1", "has_answer_f1", "no_answer_f1")
+    assert both == pytest.approx(dict(zip(names, (0.5, 5 / 6, 3 / 4, 2 / 3, 1.0), strict=True)))
+    right, wrong = dict.fromkeys(names[:3], 1), dict.fromkeys(names[:3], 0)
+    assert squad_scores([[]], ["x"]) == {**wrong, "no_answer_f1": 0}
+    assert squad_scores([["x"]], ["X"], [0.5], 0.5) == right  # not above the threshold
+    assert squad_scores([["x"]], ["X"], [0.5], 0.4) == wrong
     # ReCoRD: the query's entity under any of its names.
     assert squad_scores([["Barack Obama", "Obama"]], ["obama"])["exact_match"] == 1
     # Giving no answer is wrong for a question with answers, even if they normalize to nothing.
-    assert squad_scores([["the"]], ["the"], [1.0], 0.0) == {"exact_match": 0, "f1": 0}
+    assert squad_scores([["the"]], ["the"], [1.0], 0.0) == wrong
     for golds, predictions, no_answer in (([], [], None), ([["x"]], ["x", "y"], None), ([["x"]], ["x"], [0.0, 1.0])):
         with pytest.raises(ValueError):
             squad_scores(golds, predictions, no_answer, 0.0)

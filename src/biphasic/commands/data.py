@@ -56,6 +56,10 @@ def tokenizer(options: Namespace) -> int:
     trained = train_tokenizer(config, folder, special_tokens=special_tokens, added_tokens=tuple(options.add), **limits)
     text = f"{trained.documents:,} documents, {format_bytes(trained.text_bytes)} of text"
     print(f"{folder}: {trained.tokens:,} tokens, trained on {text}")
+    if trained.marks is not None:
+        print(
+            f"{trained.marks:.0%} of the text's characters are combining marks: words are divided by GPT-4o's pattern"
+        )
     if trained.tokens < options.size:
         print(f"the text has no more pairs to merge: {trained.tokens:,} tokens instead of {options.size:,}")
     override = [] if str(folder) == config.tokenizer else [f"tokenizer={folder}"]

@@ -145,8 +145,9 @@ class QuestionAnsweringConfig(_ScoredConfig):
     """Maximum length of an answer in tokens."""
     unanswerable: bool = False
     """Whether questions may have no answer (SQuAD v2). The no-answer threshold is then tuned on the validation split."""
-    metrics: Annotated[list[Literal["f1", "exact_match"]], Field(min_length=1), distinct] = ["f1"]
-    """Metrics in tables; the first counts in averages over tasks."""
+    metrics: Annotated[list[Literal["f1", "exact_match", "character_f1"]], Field(min_length=1), distinct] = ["f1"]
+    """Metrics in tables; the first counts in averages over tasks. `f1` is of words as spaces divide them (SQuAD's),
+    `character_f1` of characters (JSQuAD's), for languages without spaces."""
 
 
 class AnswerTokensConfig(_ScoredConfig):
@@ -158,9 +159,11 @@ class AnswerTokensConfig(_ScoredConfig):
     kind: Literal["answer_tokens"]
     text: Annotated[str, template("question", required="question")] = "Question: {question}\nContext: "
     """Template of the text before the context."""
-    metrics: Annotated[list[Literal["token_f1", "f1", "exact_match"]], Field(min_length=1), distinct] = ["token_f1"]
-    """Metrics in tables; the first counts in averages over tasks. `token_f1` (the
-    paper): F1 of the positions inside the answer; the others: SQuAD's, of the longest run of tokens inside."""
+    metrics: Annotated[
+        list[Literal["token_f1", "f1", "exact_match", "character_f1"]], Field(min_length=1), distinct
+    ] = ["token_f1"]
+    """Metrics in tables; the first counts in averages over tasks. `token_f1` (the paper): F1 of the positions inside the
+    answer; the others are those of `question_answering`, of the longest run of tokens inside."""
 
     @property
     def family(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,10 +14,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import inspect_sources
+from biphasic.conversion.convert import inspect_sources, sample_documents
 from biphasic.conversion.reading import Document, read_up_to_damage
 from biphasic.conversion.source_files import SourceFile, read_ahead
-from biphasic.conversion.sources import draw_validation
+from biphasic.conversion.sources import FileLayout, draw_validation
 from biphasic.data.packing import document_number
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path, is_free, user_errors
@@ -26,15 +28,29 @@ ROLES = (*SPECIAL_TOKENS, "unk", "cls", "sep")
 """The roles that transformers knows."""
 BYTES = 256
 """Byte-level BPE begins with one token for each byte, so that no text needs an unknown token."""
+_MUCH_MARKED = 0.01
+_SAMPLED_CHARACTERS = 2000
+"""Number of characters of each sampled document that are looked at."""
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_WORDS_WITH_MARKS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""GPT-4o's pattern of words, which gigatoken knows. In GPT-2's, that of `ByteLevel`, a combining mark ends a word, such as
+a vowel in Hindi."""
+_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff]")
+"""Thai to Burmese, and Khmer: with that pattern a clause is a word, and half of the tokens are parts of characters."""
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer's number of tokens, and what it was trained on."""
+    """A tokenizer's number of tokens, and what it was trained on. `marks`: the share of combining marks, from 1% on."""
 
     tokens: int
     documents: int
     text_bytes: int
+    marks: float | None
 
 
 def train_tokenizer(
@@ -63,7 +79,7 @@ def train_tokenizer(
     Raises:
         UserError: the source can't be read, the size is too small, or the folder exists or can't be written.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [*special_tokens.values(), *added_tokens]
@@ -87,6 +103,10 @@ def train_tokenizer(
         show_progress=sys.stderr.isatty(),
     )
     layouts = inspect_sources(config)[1]
+    if (marks := _share_of_marks(config, layouts)) is not None:
+        split = pre_tokenizers.Split(Regex(_WORDS_WITH_MARKS), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     files, end = [layout.file for layout in layouts if layout.fault is None], draw_validation(config, layouts).end
     read: Counter[str] = Counter()
     tokenizer.train_from_iterator(_training_text(config, files, end, max_bytes, read), trainer)
@@ -98,7 +118,16 @@ def train_tokenizer(
     # The library in Rust raises bare Exceptions, as on a full disk.
     with user_errors(f"{folder}: can't be written", Exception), atomic_path(folder) as partial:
         trained.save_pretrained(partial)
-    return TrainedTokenizer(tokenizer.get_vocab_size(), read["documents"], read["bytes"])
+    return TrainedTokenizer(tokenizer.get_vocab_size(), read["documents"], read["bytes"], marks)
+
+
+def _share_of_marks(config: ConvertConfig, layouts: list[FileLayout]) -> float | None:
+    """Return the share of combining marks that occur within words, of the characters of a sample; None if there are few."""
+    documents = (each for group in sample_documents(config, layouts) for each in group if isinstance(each, Document))
+    characters = Counter(character for each in documents for character in each.text[:_SAMPLED_CHARACTERS])
+    marks = [each for each in characters if unicodedata.category(each)[0] == "M" and not _WITHOUT_SPACES.match(each)]
+    share = sum(characters[mark] for mark in marks) / max(characters.total(), 1)
+    return share if share >= _MUCH_MARKED else None
 
 
 def _require_free(folder: Path, force: bool) -> None:

@@ -161,7 +161,9 @@ class TokenTexts:
         self.texts = [b""] * tokenizer.vocab_size
         for token, token_id in self._tokenizer.get_vocab().items():
             if token_id not in empty:
-                self.texts[token_id] = token.encode() if token_id in added else self._text(token)
+                # Gemma adds tokens such as `▁▁` that its model has too: they stand for spaces.
+                is_model = self._has_metaspace and self._tokenizer.model.token_to_id(token) is not None
+                self.texts[token_id] = self._text(token) if is_model or token_id not in added else token.encode()
         self.ids = {text: token_id for token_id, text in enumerate(self.texts) if text}
 
     def _text(self, token: str) -> bytes:

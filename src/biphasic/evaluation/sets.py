@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,9 @@ JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
 _FORMATS = (".jsonl", ".parquet", ".tsv")
 _BATCH_ROWS = 10_000
+_LOOKED_AT = 1000
+"""Number of queries whose script is compared with the language's."""
+_log = logging.getLogger(__name__)
 
 
 class LocalRetrieval(AbsTaskRetrieval):
@@ -121,6 +126,11 @@ def read_set(folder: str, name: str, language: str, only: Sequence[str] | None =
     qrels = _read_qrels(Path(folder))
     if missing := [split for split in only or () if split not in qrels]:
         raise UserError(f"retrieval set {folder}: has no split {missing[0]} (it has: {', '.join(qrels)})")
+    letters = [letter for text in texts["text"][:_LOOKED_AT] for letter in text if letter.isalpha()]
+    latin = sum(unicodedata.name(letter, "").startswith("LATIN") for letter in letters)
+    if language.endswith("-Latn") and latin < len(letters) / 2:
+        problem = "most letters of its queries are not Latin: BM25 would not find their words; name their language"
+        _log.warning("retrieval set %s: sets_language is %s, but %s, such as jpn-Jpan", folder, language, problem)
     documents = Dataset(corpus.rename_columns({"_id": "id"}))
     return retrieval_task(name, documents, dict(zip(texts["_id"], texts["text"], strict=True)), qrels, language, only)
 

@@ -1,4 +1,4 @@
-"""Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts.
+"""Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts, and JSQuAD's.
 
 `golds` are the correct answers to a question. Answers that normalize to an empty text are ignored; if none is left, the
 empty prediction is correct (SQuAD v2.0's script).
@@ -10,7 +10,7 @@ import math
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -22,8 +22,13 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def _normalized(golds: Sequence[str]) -> list[str]:
-    return [text for text in map(normalize_answer, golds) if text] or [""]
+def _characters(text: str) -> str:
+    """Lowercase, and remove `。` at the end and repeated whitespace (JSQuAD's rule)."""
+    return " ".join(text.lower().rstrip("。").split())
+
+
+def _normalized(golds: Sequence[str], normalize: Callable[[str], str] = normalize_answer) -> list[str]:
+    return [text for text in map(normalize, golds) if text] or [""]
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
@@ -37,10 +42,24 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
     If either text is empty, the score is 1 if both are and 0 otherwise, as in SQuAD v2.0's script. The scripts of v1.1
     and ReCoRD differ only for answers that normalize to an empty text (`the`), for which every prediction is wrong.
     """
-    words, best = normalize_answer(prediction).split(), 0.0
-    for gold in (text.split() for text in _normalized(golds)):
-        shared = sum((Counter(words) & Counter(gold)).values())
-        best = max(best, 2 * shared / (len(words) + len(gold)) if words and gold else float(words == gold))
+    return _best_f1(normalize_answer(prediction).split(), [text.split() for text in _normalized(golds)])
+
+
+def character_f1(prediction: str, golds: Sequence[str]) -> float:
+    """Return the best F1 between the characters of the prediction and of an answer, counting repeated characters.
+
+    This is JSQuAD's score (JGLUE's change of transformers' squad_metrics.py): in Japanese, Chinese or Thai, where no spaces
+    divide words, `token_f1` gives an answer with one character too many 0. Punctuation and spaces within a text count.
+    """
+    return _best_f1(_characters(prediction), _normalized(golds, _characters))
+
+
+def _best_f1(predicted: Sequence[str], golds: Sequence[Sequence[str]]) -> float:
+    best = 0.0
+    for gold in golds:
+        shared = sum((Counter(predicted) & Counter(gold)).values())
+        both = predicted and gold
+        best = max(best, 2 * shared / (len(predicted) + len(gold)) if both else float(len(predicted) == len(gold)))
     return best
 
 
@@ -71,19 +90,21 @@ def squad_scores(
     no_answer: Sequence[float] | None = None,
     threshold: float = math.inf,
 ) -> dict[str, float]:
-    """Return `exact_match` and `f1`, averaged over the questions (SQuAD, SQuAD v2, ReCoRD).
+    """Return `exact_match`, `f1` (SQuAD, SQuAD v2, ReCoRD) and `character_f1`, averaged over the questions.
 
     A question whose `no_answer` score is above the `threshold` gets no answer instead of its prediction. If some
     questions have no answer, `no_answer_f1` is also returned, and `has_answer_f1` if others have one.
     """
-    exact: list[float] = []
+    exact, characters = list[float](), list[float]()
     f1: dict[bool, list[float]] = {True: [], False: []}  # by whether the question has an answer
     scores = [-math.inf] * len(golds) if no_answer is None else no_answer
     for answers, prediction, score in zip(golds, predictions, scores, strict=True):
+        is_unanswered = score > threshold
         # In v2.0's script, giving no answer is wrong for a question with answers even if all of them normalize to nothing.
-        exact.append(float(not answers) if score > threshold else exact_match(prediction, answers))
-        f1[bool(answers)].append(float(not answers) if score > threshold else token_f1(prediction, answers))
-    means = {"exact_match": fmean(exact), "f1": fmean(f1[True] + f1[False])}
+        exact.append(float(not answers) if is_unanswered else exact_match(prediction, answers))
+        f1[bool(answers)].append(float(not answers) if is_unanswered else token_f1(prediction, answers))
+        characters.append(float(not answers) if is_unanswered else character_f1(prediction, answers))
+    means = {"exact_match": fmean(exact), "f1": fmean(f1[True] + f1[False]), "character_f1": fmean(characters)}
     if f1[False]:
         means["no_answer_f1"] = fmean(f1[False])
         if f1[True]:
