@@ -35,10 +35,10 @@ from helpers.exports import export_language_model
 from helpers.tiny import LENGTH, WORDS
 
 REQUIRED_BY_TEI = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_activation max_position_embeddings "
-    "initializer_range initializer_cutoff_factor norm_eps norm_bias pad_token_id eos_token_id bos_token_id cls_token_id "
-    "sep_token_id global_rope_theta attention_bias attention_dropout global_attn_every_n_layers local_attention "
-    "local_rope_theta classifier_activation"
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_activation "
+    "max_position_embeddings initializer_range initializer_cutoff_factor norm_eps norm_bias pad_token_id "
+    "eos_token_id bos_token_id cls_token_id sep_token_id global_rope_theta attention_bias attention_dropout "
+    "global_attn_every_n_layers local_attention local_rope_theta classifier_activation"
 )
 """Keys without which TEI refuses a ModernBERT (its `backends/candle/src/models/modernbert.rs`)."""
 TEXTS = ["w5 w6 w7 w8", "w9"]
@@ -130,7 +130,13 @@ def test_no_software_takes_a_default_for_irregular_layers(tmp_path: Path) -> Non
 
 def test_a_decoder_that_is_already_bidirectional_is_refused_by_name(tmp_path: Path) -> None:
     """As EmbeddingGemma is. Its windows are half as long as the number in its config.json."""
-    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
     config = Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_bidirectional_attention=True)
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"gemma3_text isn't supported: .* sets use_bidirectional_attention"):
