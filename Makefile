@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test coverage test-all test-oldest stores faults soak mutants findings rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-stores bench-gpu test-gpu bench-gpu-run docs lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-stores bench-readers bench-gpu test-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are, $(3) is the command.
 define stop
@@ -184,6 +184,10 @@ bench-retrieval: env
 # What stores promise, and the tests on each that is installed (`make stores`; Ceph, Swift and faketime from Debian).
 bench-stores: stores
 	$(BIN)/python benchmarks/stores.py
+
+# Who reads an export, and whose folders Biphasic reads: about ten minutes, and it needs a package registry.
+bench-readers: env
+	$(BIN)/python benchmarks/readers.py
 
 # What runs on a GPU machine doesn't need `env`: it takes the environment's Python if there is one, else PYTHON.
 GPU_PYTHON = PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))

@@ -72,7 +72,7 @@ EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Names, families and settings of the exports with equal results."""
 NEEDS_5 = "encoder needs transformers 5.0 or later, not 4.57.6"
-NO_PERIOD = "unsupported operand type.*NoneType"
+NO_PERIOD = "unsupported operand type.*'dict'"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "native": ("llama", {"rope_parameters": theta()}, "model type `eurobert` but Transformers does not recognize"),
     # Its experts' weights have other names there.

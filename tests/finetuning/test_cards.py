@@ -225,6 +225,8 @@ def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) ->
             [result] = variables["classify"](variables["text"], truncation=True)
             assert predicted["predicted"] == result["label"]
             assert predicted["score"] == pytest.approx(result["score"], abs=1e-5)
+            with pytest.raises(IndexError):  # a tokenizer's pair has other tokens
+                variables["classify"](own)
         [result] = classify(text, truncation=True)
         scores = softmax(tuned.logits()[row])
         assert result["label"] == ["negative", "positive"][scores.argmax()]

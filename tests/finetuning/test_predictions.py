@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sklearn.metrics import accuracy_score
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from biphasic.commands import main
 from biphasic.evaluation.search import best_documents, rank_documents, retrieval_scores, trec_run
@@ -86,6 +88,28 @@ def test_new_text_is_predicted_as_in_training(
     assert main(["predict", str(folder / "model"), "new.jsonl", "--out", "portions.jsonl"]) == 0
     portions = [json.loads(line) for line in Path("portions.jsonl").read_text().splitlines()]
     assert [(row["id"], row["predicted"]) for row in portions] == [(row["id"], row["predicted"]) for row in lines]
+
+
+def test_a_model_that_other_software_trained_further_is_refused(
+    finetuned: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its encoder would be combined with the older head of head.safetensors."""
+    name, folder = finetuned
+    if name not in ("sst2", "conll2003"):
+        pytest.skip("the head is in head.safetensors alone")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    auto: Any = AutoModelForSequenceClassification if name == "sst2" else AutoModelForTokenClassification
+    model = auto.from_pretrained(tmp_path / "model")
+    row = {"text": "w1"} if name == "sst2" else {"tokens": ["w1"]}
+    (tmp_path / "new.jsonl").write_text(json.dumps(row))
+    command = ["predict", str(tmp_path / "model"), str(tmp_path / "new.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    assert main(command) == 0  # rounded, but the same
+    with torch.no_grad():
+        model.classifier.weight += 0.1
+    model.save_pretrained(tmp_path / "model")
+    assert main(command) == 2
+    assert "its classifier.weight differs from head.safetensors's" in capsys.readouterr().err
 
 
 def flat(rows: list[dict[str, Any]]) -> list[float]:

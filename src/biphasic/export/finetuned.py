@@ -12,7 +12,13 @@ from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.formats import Kind, add_older_keys, choose_format
-from biphasic.export.write import require_free, write_atomically, write_folder, write_shared_files
+from biphasic.export.write import (
+    make_pairs_errors,
+    require_free,
+    write_atomically,
+    write_folder,
+    write_shared_files,
+)
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.pooling import SentenceSettings
@@ -65,6 +71,7 @@ def export_finetuned(
     prompts: dict[str, str],
     max_length: int,
     problem_type: str | None = None,
+    refuse_pairs: bool = False,
 ) -> None:
     """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
 
@@ -78,6 +85,7 @@ def export_finetuned(
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
         problem_type: transformers' name of the loss, which also decides how its pipelines turn logits into scores.
+        refuse_pairs: whether the model was trained on pairs, by a template; see `make_pairs_errors`.
 
     Raises:
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
@@ -96,6 +104,8 @@ def export_finetuned(
             (network or backbone).save_pretrained(folder)
             add_older_keys(folder)
             replace(tokenizer, settings=_older_settings(tokenizer.settings, max_length)).save(folder)
+            if refuse_pairs:
+                make_pairs_errors(folder / "tokenizer.json", tokenizer)
             write_shared_files(folder, encoder.width, settings, text, head.state_dict())
 
         write_atomically(out, fill)
@@ -113,6 +123,7 @@ def export_finetuned(
     text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
+    options["refuse_pairs"] = refuse_pairs
     write_folder(fmt, kind, weights, tokenizer, out, text, settings, **options)
 
 

@@ -44,6 +44,8 @@ LOADED_BY_4 = (
 )
 """Decoder families whose exports were measured in transformers 4.57.6 too (tests/export/test_transformers4.py)."""
 _ROPES_OF_4 = ("default", "linear", "llama3", "yarn")
+_NO_PERIOD = {"not_supported": "see layer_types and rope_parameters"}
+"""Period of a ModernBERT that older software can't compute: an error in it. llama.cpp would take 3 for null."""
 _TEMPLATE = Path(__file__).with_name("bidirectional_template.py")
 _MODULE = BIDIRECTIONAL_CODE.partition(".")[0]
 _NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "use_cache")
@@ -85,10 +87,10 @@ def add_older_keys(folder: Path) -> None:
         globals_ = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
         period = next(iter(globals_[1:]), len(kinds))
         plain = all(rope == {"rope_type": "default", "rope_theta": rope["rope_theta"]} for rope in (full, local))
-        # null, where older software can't compute this network, is an error in it.
-        every = period if plain and globals_ == [*range(0, len(kinds), period)] else None
+        every = period if plain and globals_ == [*range(0, len(kinds), period)] else _NO_PERIOD
         thetas = {"global_rope_theta": full["rope_theta"], "local_rope_theta": local["rope_theta"]}
-        content |= {"global_attn_every_n_layers": every, **thetas}
+        # vLLM and llama.cpp read the older name of `norm_eps`, as the hub's first ModernBERT has it too.
+        content |= {"global_attn_every_n_layers": every, "layer_norm_eps": content["norm_eps"], **thetas}
     elif "rope_theta" in full:
         # Without `rope_scaling`, with which AutoTokenizer fails in transformers 5: see bidirectional_template.py.
         content["rope_theta"] = full["rope_theta"]

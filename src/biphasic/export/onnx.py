@@ -175,6 +175,9 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
     assert program is not None
     # The exporter stores the source file and line of each operator.
     ClearMetadataAndDocStringPass()(program.model)
+    # Their shapes stand in the weights. onnxruntime's quantization transposes some and refuses the older shape beside them.
+    for weight in program.model.graph.initializers.values():
+        weight.shape = weight.type = None
     large = sum(weight.nbytes for weight in model.parameters()) > SINGLE_FILE_BYTES
     onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if large else None)
 

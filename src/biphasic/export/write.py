@@ -29,6 +29,8 @@ HEAD_FILE = "head.safetensors"
 SHARD_BYTES = 5_000_000_000
 """Largest size of a weights file, unless a single weight is larger."""
 
+_NO_PAIR = "[this model was trained on one text of both: README.md has it]"
+_NO_TOKEN = 2**31 - 1
 _PLAIN_SETTINGS = ("model_max_length", "model_input_names", "clean_up_tokenization_spaces", "padding_side")
 _COMPARED_TEXTS = (
     "The quick Brown fox doesn't jump  over 12,345 DOGS in 2026;\tit's (nearly)\r\n\n    3.14 o'clock, x_1!=0. ",
@@ -64,6 +66,7 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     force: bool = False,
     keep_special_tokens: bool = False,
+    refuse_pairs: bool = False,
     head: dict[str, Tensor] | None = None,
     source: Mapping[str, Any] | None = None,
     origin: str = "model",
@@ -72,9 +75,10 @@ def write_folder(
 
     `kind` is one of the format's networks, and `weights` has its weights on the CPU, by `LanguageModel`'s names.
     `settings` has the prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
-    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text. `head`
-    has the head's weights, which are also written to `head.safetensors`. `source` is recorded in `biphasic.json`, as
-    what the weights come from; `origin` is their name in messages.
+    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text; with
+    `refuse_pairs`, a pair of texts is an error in it (`make_pairs_errors`). `head` has the head's weights, which are also
+    written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from; `origin` is their
+    name in messages.
 
     Raises:
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
@@ -104,6 +108,8 @@ def write_folder(
         replace(tokenizer, settings=tokenizer_settings).save(folder)
         if not keep_special_tokens and not fmt.keeps_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
+        if refuse_pairs:
+            make_pairs_errors(folder / "tokenizer.json", tokenizer)
         write_shared_files(folder, fmt.config.hidden_size, settings, card, head, source)
 
     write_atomically(out, fill)
@@ -140,7 +146,8 @@ def _keep_encoding(folder: Path) -> None:
     texts = [*_COMPARED_TEXTS, written.decode(list(range(0, size, max(size // 200, 1))))]
     with suppress(Exception):  # a class without its package, or with its own code
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if all(loaded(text).input_ids == written.encode(text).ids for text in texts):
+        pair = loaded("a", "b").input_ids == written.encode("a", "b").ids
+        if pair and all(loaded(text).input_ids == written.encode(text).ids for text in texts):
             return
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -148,6 +155,22 @@ def _keep_encoding(folder: Path) -> None:
     plain = {name: settings[name] for name in (*names, *_PLAIN_SETTINGS) if name in settings}
     plain["tokenizer_class"] = "PreTrainedTokenizerFast"
     file.write_text(json.dumps(plain, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def make_pairs_errors(file: Path, tokenizer: Tokenizer) -> None:
+    """Let tokenizer.json give a pair of texts a token that no embedding has, so that every model refuses it.
+
+    Training read a pair by a template, as one text, whose tokens no template of the tokenizer gives: a space before a word
+    is part of its token. Pipelines and sentence-transformers' CrossEncoder would take the pair's, without a message.
+    """
+    written = replace(tokenizer, tokenizer=tokenizers.Tokenizer.from_file(str(file)))
+    written = written.adding_special_tokens(*written.prefix_and_suffix())
+    processor = json.loads(written.tokenizer.to_str())["post_processor"]
+    refused = {"SpecialToken": {"id": _NO_PAIR, "type_id": 0}}
+    processor["pair"] = [processor["pair"][0], refused, *processor["pair"][1:]]
+    processor["special_tokens"][_NO_PAIR] = {"id": _NO_PAIR, "ids": [_NO_TOKEN], "tokens": [_NO_PAIR]}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**content, "post_processor": processor}, ensure_ascii=False), encoding="utf-8")
 
 
 def _remove_special_tokens(file: Path) -> None:

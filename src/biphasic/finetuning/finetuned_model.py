@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
@@ -106,10 +109,22 @@ def load_finetuned(
     head = task.build_head(encoder.width)
     with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError):
         head.load_state_dict(load_file(Path(folder) / HEAD_FILE))
+    _require_same_head(folder, head.state_dict())
     for module in (encoder.backbone, head):
         rank_device().module_to_device(module)
     bf16 = record["precision"] == "amp_bf16" and supports_bf16()
     return TrainedModel(encoder, head, record["microbatch_tokens"], bf16), task
+
+
+def _require_same_head(folder: str, head: dict[str, Tensor]) -> None:
+    """Raise a UserError if the weights' own files hold another head: other software trained the model further, into them."""
+    for file in sorted(Path(folder).glob("model*.safetensors")):
+        with user_errors(f"{file}: can't be read", SafetensorError), safe_open(file, "pt") as weights:
+            for name in head.keys() & weights.keys():
+                stored = weights.get_tensor(name)
+                if not torch.equal(stored, head[name].to(stored.dtype)):
+                    problem = f"its {name} differs from {HEAD_FILE}'s: other software has trained or replaced the model"
+                    raise UserError(f"{file}: {problem}; predict with that software, or fine-tune it here")
 
 
 def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> tuple[Columns, CutTexts]:

@@ -114,4 +114,5 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     )  # fmt: skip
     out = folder / "model"
     options: Any = {"prompts": task.prompts, "max_length": task.max_length, "problem_type": task.problem_type}
+    options["refuse_pairs"] = "{text_pair}" in getattr(config.task, "text", "")
     export_finetuned(encoder, model.head, names, out, card, **options)

@@ -129,6 +129,8 @@ def language_model_of(network: Any, name: str, longest: int | None = None) -> La
     head = getattr(network, MODERNBERT_HEADS.get(family, ""), None)
     if not hasattr(backbone, "layers"):
         raise UserError(f"{refused}: its base model has no list `layers`, as Llama's, Gemma's and ModernBERT's have")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UserError(f"{refused}: its config.json sets use_bidirectional_attention; expected a causal decoder")
     parts = (backbone, lm_head, *([] if head is None else [head]))
     known = {id(weight) for part in parts if isinstance(part, nn.Module) for weight in part.parameters()}
     others = [key for key, weight in network.named_parameters() if id(weight) not in known]
