@@ -40,7 +40,7 @@ def s3rver(folder: Path) -> Iterator[Environment]:
     port = free_port()
     command = ["node", "-e", _S3RVER, str(folder), str(port), KEY, SECRET]
     with _running([command], folder, [port], {"NODE_PATH": f"{sys.prefix}/node_modules"}):
-        yield _environment(port)
+        yield {**_environment(port), "AWS_MAX_ATTEMPTS": "5"}  # it answers some concurrent requests with a fault
 
 
 @contextmanager

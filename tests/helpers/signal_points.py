@@ -19,7 +19,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing import save, upload
-from biphasic.storage.buckets import ArrowStore, S3Store
+from biphasic.storage.buckets import ArrowStore, AzureStore, S3Store
 from helpers.tiny import add_callback
 
 IN_TRAINING = ("start", "backward", "end")
@@ -110,7 +110,7 @@ def patch(point: str, number: int = signal.SIGKILL) -> None:
 
         store.upload, store.remove = upload_file, remove_files
 
-    for store in (S3Store, ArrowStore):
+    for store in (S3Store, ArrowStore, AzureStore):
         patch_store(store)
     save.Saver._write = write_checkpoint
     save.ShardWriter = Writer  # pyright: ignore

@@ -11,6 +11,7 @@ from posixpath import join
 
 from biphasic.storage.buckets import (
     ArrowStore,
+    AzureStore,
     S3Store,
     azure_account,
     filesystem,
@@ -49,4 +50,5 @@ def open_store(path: str) -> Store:
     """Return the store for a local folder or a bucket prefix. Raises a UserError if the URL can't be used."""
     if not is_remote(without_password(path)):
         return LocalStore(path)
-    return S3Store(path) if path.startswith("s3://") else ArrowStore(path)
+    kinds: dict[str, type[S3Store | ArrowStore]] = {"s3": S3Store, "az": AzureStore}
+    return kinds.get(path.partition("://")[0], ArrowStore)(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from biphasic.storage import S3Store, Store, filesystem, join, open_store
+from biphasic.storage.files import UnreachableError
 
 _PARTS_BYTES = 9 << 20
 """More than the 8 MiB from which boto3 uploads a file in parts."""
@@ -47,6 +49,15 @@ def _broken(place: Store, name: str, parts: str) -> list[str]:
     place.write(name, second)
     if place.read(name) != second:
         broken.append("a file that was overwritten is read as it was: heartbeats of a lock could be missed")
+    contents, is_torn = (first, large[: 1 << 20]), False
+    with ThreadPoolExecutor(1) as pool:
+        writes = pool.submit(lambda: [place.write(name, content) for content in contents * 3])
+        while not writes.done():
+            with suppress(UnreachableError):
+                is_torn |= place.read(name) not in (second, *contents)
+    writes.result()
+    if is_torn:
+        broken.append("a reader sees a part of a file that is being written: it could take a held lock for damaged")
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "file")).write_bytes(large)
         place.upload(file, parts)
