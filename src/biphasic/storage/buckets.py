@@ -449,8 +449,8 @@ class AzureStore(ArrowStore):
         from azure.storage.blob import ContainerClient, ExponentialRetry
 
         super().__init__(root)
-        container, _, self._name = self.root.removeprefix("az://").partition("/")
-        account, settings = azure_account(), {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+        container, account = self._prefix.partition("/")[0], azure_account()
+        settings: dict[str, Any] = {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
         self._client = ContainerClient(
             account.url, container, account.key or DefaultAzureCredential(),
             retry_policy=ExponentialRetry(initial_backoff=1), **settings,
@@ -469,7 +469,7 @@ class AzureStore(ArrowStore):
             self._client.upload_blob(self._blob(name), content, overwrite=True, max_concurrency=_UPLOADED_BLOCKS)
 
     def _blob(self, name: str) -> str:
-        return posixpath.join(self._name, require_inside(name))
+        return self._key(name).partition("/")[2]
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from biphasic.storage import S3Store, Store, filesystem, join, open_store
+from biphasic.storage import Store, filesystem, join, open_store
+from biphasic.storage.buckets import S3Store
 from biphasic.storage.files import UnreachableError
 
 _PARTS_BYTES = 9 << 20
