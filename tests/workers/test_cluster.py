@@ -152,14 +152,15 @@ def test_a_leaving_machine_s_units_are_converted_by_another(
 ) -> None:
     """It leaves while it converts units: every CPU of the cluster is in use, one of them its own."""
     for number in range(4, 10):
-        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(2000, seed=number))
+        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(6000, seed=number))
     leaving = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     cluster.wait_for_nodes()
     address = {"address": cluster.address, "workers": 3}
     converted = threading.Event()
 
     def leave() -> None:
-        while not (list((tmp_path / "out").glob("train/*/*")) and ray.available_resources().get("CPU", 0) == 0):
+        # A worker that is still starting has no unit yet; all have one by the time that a third of the units is done.
+        while not (len([*(tmp_path / "out").glob("train/*")]) >= 8 and ray.available_resources().get("CPU", 0) == 0):
             if converted.wait(0.05):
                 return
         cluster.remove_node(leaving, allow_graceful=False)
