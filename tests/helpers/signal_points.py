@@ -19,7 +19,8 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing import save, upload
-from biphasic.storage.buckets import ArrowStore, AzureStore, S3Store
+from biphasic.storage.azure import AzureStore
+from biphasic.storage.buckets import ArrowStore, S3Store
 from helpers.tiny import add_callback
 
 IN_TRAINING = ("start", "backward", "end")

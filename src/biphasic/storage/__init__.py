@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from posixpath import join
 
+from biphasic.storage.azure import AzureStore
 from biphasic.storage.buckets import (
     ArrowStore,
-    AzureStore,
     S3Store,
     azure_account,
     filesystem,

@@ -33,15 +33,13 @@ from biphasic.storage.files import (
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
-_ATTEMPTS, _CONNECT_SECONDS, _READ_SECONDS = 10, 10, 60
+_ATTEMPTS, CONNECT_SECONDS, READ_SECONDS = 10, 10, 60
 _GCS_RETRIES = timedelta(seconds=60)
 """Google's default is 15 minutes, during which a starting run would print nothing."""
 _DELETIONS = 16
 """Number of objects that are deleted at the same time."""
 _CONNECTIONS = 96
 """Connections of a client. Several threads use it, with ten connections for each large file."""
-_UPLOADED_BLOCKS = 8
-"""Blocks of a file that are uploaded to Azure at the same time, 4 MiB each."""
 _BUSY = (408, 429)
 _BUSY_MESSAGE = re.compile(
     r"^(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
@@ -119,7 +117,7 @@ def _shared_client(
     from botocore.config import Config
 
     retries: Any = {"total_max_attempts": attempts, "mode": mode}
-    timeouts: Any = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+    timeouts: Any = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
     config = Config(retries=retries, **timeouts, **settings)
     return _session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
@@ -143,8 +141,8 @@ def _s3(endpoint: str | None, bucket: str) -> FileSystem:
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
     settings: dict[str, Any] = {
-        "connect_timeout": _CONNECT_SECONDS,
-        "request_timeout": _READ_SECONDS,
+        "connect_timeout": CONNECT_SECONDS,
+        "request_timeout": READ_SECONDS,
         "retry_strategy": AwsStandardS3RetryStrategy(_attempts()),
     }
     if endpoint is None:
@@ -229,7 +227,7 @@ def _azure(account: AzureAccount) -> FileSystem:
 
 
 @contextmanager
-def _as_os_error() -> Iterator[None]:
+def as_os_error() -> Iterator[None]:
     """Convert boto3's and pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
@@ -285,14 +283,14 @@ class S3Store(_BucketStore):
         # boto3 would add checksums that other stores than Amazon's may not know, over HTTPS behind a content whose length
         # it doesn't send.
         required = "when_required" if _endpoint() else None
-        with _as_os_error():
+        with as_os_error():
             self._client = _s3_client(
                 max_pool_connections=_CONNECTIONS,
                 request_checksum_calculation=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", required),
                 response_checksum_validation=os.environ.get("AWS_RESPONSE_CHECKSUM_VALIDATION", required),
             )
 
-    @_as_os_error()
+    @as_os_error()
     def list(self, below: str = "", keys_per_page: int = 1000) -> dict[str, StoredFile]:
         prefix = self._key(below).rstrip("/")
         listing = self._client.get_paginator("list_objects_v2")
@@ -307,7 +305,7 @@ class S3Store(_BucketStore):
         return dict(sorted(files.items()))
 
     def stat(self, name: str) -> StoredFile | None:
-        with suppress(FileNotFoundError), _as_os_error():
+        with suppress(FileNotFoundError), as_os_error():
             head = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
             return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
         return None
@@ -315,7 +313,7 @@ class S3Store(_BucketStore):
     def read(self, name: str) -> bytes:
         return self.read_version(name)[0]
 
-    @_as_os_error()
+    @as_os_error()
     def read_version(self, name: str) -> tuple[bytes, str]:
         """Return a file's content and version with one request."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
@@ -331,15 +329,15 @@ class S3Store(_BucketStore):
                     raise
                 attempt += 1
 
-    @_as_os_error()
+    @as_os_error()
     def write(self, name: str, content: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
 
-    @_as_os_error()
+    @as_os_error()
     def upload(self, file: Path, name: str) -> None:
         self._client.upload_file(str(file), self._bucket, self._key(name))
 
-    @_as_os_error()
+    @as_os_error()
     def download(self, name: str, file: Path) -> None:
         with atomic_path(file) as partial:
             self._client.download_file(self._bucket, self._key(name), str(partial))
@@ -348,7 +346,7 @@ class S3Store(_BucketStore):
         """Not by S3's request for many objects, which some stores lack, or answer with an error (no Content-MD5)."""
 
         def remove(key: str) -> None:
-            with suppress(FileNotFoundError), _as_os_error():  # Google's S3 interface answers 404 for a missing object
+            with suppress(FileNotFoundError), as_os_error():  # Google's S3 interface answers 404 for a missing object
                 self._client.delete_object(Bucket=self._bucket, Key=key)
 
         with ThreadPoolExecutor(_DELETIONS) as pool:
@@ -356,7 +354,7 @@ class S3Store(_BucketStore):
 
     def abort_uploads(self, is_own: Callable[[str], bool]) -> None:
         """Not every store lists these uploads, and not every user may; they then stay as they are."""
-        with suppress(OSError), _as_os_error():
+        with suppress(OSError), as_os_error():
             listing = self._client.get_paginator("list_multipart_uploads")
             for page in listing.paginate(Bucket=self._bucket, Prefix=f"{self._prefix}/" if self._prefix else ""):
                 for item in page.get("Uploads", []):
@@ -371,13 +369,13 @@ class ArrowStore(_BucketStore):
     No folders are made: buckets need none, and pyarrow would also make a bucket that does not exist.
     """
 
-    @_as_os_error()
+    @as_os_error()
     def __init__(self, root: str):
         self.root = root.rstrip("/")
         self._system, name = filesystem(self.root)
         self._prefix = name.rstrip("/")
 
-    @_as_os_error()
+    @as_os_error()
     def list(self, below: str = "") -> dict[str, StoredFile]:
         from pyarrow.fs import FileSelector, FileType
 
@@ -393,14 +391,14 @@ class ArrowStore(_BucketStore):
                 raise FileNotFoundError(f"the bucket {bucket} does not exist") from error
         return {name: _described_file(info) for name, info in sorted(files.items())}
 
-    @_as_os_error()
+    @as_os_error()
     def stat(self, name: str) -> StoredFile | None:
         from pyarrow.fs import FileType
 
         [info] = self._system.get_file_info([self._key(name)])
         return _described_file(info) if info.type == FileType.File else None
 
-    @_as_os_error()
+    @as_os_error()
     def read(self, name: str) -> bytes:
         # `open_input_file` asks for the size first, and would read as much of a file that was replaced meanwhile.
         with self._system.open_input_stream(self._key(name), compression=None) as file:
@@ -410,77 +408,30 @@ class ArrowStore(_BucketStore):
         content, file = self.read(name), self.stat(name)
         return content, "" if file is None else file.version
 
-    @_as_os_error()
+    @as_os_error()
     def write(self, name: str, content: bytes) -> None:
         """The object becomes visible when its stream is closed."""
         with self._system.open_output_stream(self._key(name)) as file:
             file.write(content)
 
-    @_as_os_error()
+    @as_os_error()
     def upload(self, file: Path, name: str) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
         copy_files(str(file), self._key(name), LocalFileSystem(), self._system)
 
-    @_as_os_error()
+    @as_os_error()
     def download(self, name: str, file: Path) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
         with atomic_path(file) as partial:
             copy_files(self._key(name), str(partial), self._system, LocalFileSystem())
 
-    @_as_os_error()
+    @as_os_error()
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             if self.stat(name) is not None:
                 self._system.delete_file(self._key(name))
-
-
-class AzureStore(ArrowStore):
-    """A prefix in an Azure container.
-
-    pyarrow makes an empty blob before it writes one, and reads one with two requests: another process would read no content,
-    or the beginning of a longer one. Azure's own library does both at once.
-    """
-
-    @_as_os_error()
-    def __init__(self, root: str):
-        from azure.identity import DefaultAzureCredential
-        from azure.storage.blob import ContainerClient, ExponentialRetry
-
-        super().__init__(root)
-        container, account = self._prefix.partition("/")[0], azure_account()
-        settings: dict[str, Any] = {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
-        self._client = ContainerClient(
-            account.url, container, account.key or DefaultAzureCredential(),
-            retry_policy=ExponentialRetry(initial_backoff=1), **settings,
-        )  # fmt: skip
-
-    def read(self, name: str) -> bytes:
-        with _azure_as_os_error():
-            return self._client.download_blob(self._blob(name)).readall()
-
-    def write(self, name: str, content: bytes) -> None:
-        with _azure_as_os_error():
-            self._client.upload_blob(self._blob(name), content, overwrite=True)
-
-    def upload(self, file: Path, name: str) -> None:
-        with _azure_as_os_error(), file.open("rb") as content:
-            self._client.upload_blob(self._blob(name), content, overwrite=True, max_concurrency=_UPLOADED_BLOCKS)
-
-    def _blob(self, name: str) -> str:
-        return self._key(name).partition("/")[2]
-
-
-@contextmanager
-def _azure_as_os_error() -> Iterator[None]:
-    from azure.core.exceptions import AzureError, ResourceNotFoundError
-
-    try:
-        yield
-    except AzureError as error:
-        missing, away = isinstance(error, ResourceNotFoundError), is_unreachable(error)
-        raise (FileNotFoundError if missing else UnreachableError if away else OSError)(first_line(error)) from error
 
 
 def _described_file(info: Any) -> StoredFile:
