@@ -22,10 +22,7 @@ def serve_https(
 
     The certificate is also that of the hosts with these names.
     """
-    certificate = folder / "certificate.pem"
-    certificate.write_bytes(_certificate(names))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context, certificate = _https_context(folder, names)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -39,19 +36,11 @@ def serve_https(
 @contextmanager
 def forward_https(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     """Put HTTPS before a local server of HTTP until the end of the block; returns as `serve_https`."""
-    certificate = folder / "certificate.pem"
-    certificate.write_bytes(_certificate(()))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context, certificate = _https_context(folder)
 
     class Forward(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            client = context.wrap_socket(self.request, server_side=True)
-            with socket.create_connection(("127.0.0.1", port)) as server:
-                thread = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
-                thread.start()
-                _pass_on(client, server)
-                thread.join()
+            _connect(context.wrap_socket(self.request, server_side=True), port)
 
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forward)
     server.daemon_threads = True
@@ -69,13 +58,9 @@ def serve_proxy(address: str) -> Iterator[str]:
 
     class Proxy(BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:
-            with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as server:
-                self.send_response(200)
-                self.end_headers()
-                thread = threading.Thread(target=_pass_on, args=(server, self.connection), daemon=True)
-                thread.start()
-                _pass_on(self.connection, server)
-                thread.join()
+            self.send_response(200)
+            self.end_headers()
+            _connect(self.connection, int(address.rpartition(":")[2]))
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -89,12 +74,28 @@ def serve_proxy(address: str) -> Iterator[str]:
         proxy.server_close()
 
 
+def _connect(client: socket.socket, port: int) -> None:
+    """Pass on what the client and the local server at the port send each other, until both have ended."""
+    with socket.create_connection(("127.0.0.1", port)) as server:
+        thread = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
+        thread.start()
+        _pass_on(client, server)
+        thread.join()
+
+
 def _pass_on(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while content := source.recv(65_536):
             target.sendall(content)
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)
+
+
+def _https_context(folder: Path, names: Sequence[str] = ()) -> tuple[ssl.SSLContext, Path]:
+    (certificate := folder / "certificate.pem").write_bytes(_certificate(names))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context, certificate
 
 
 def _certificate(names: Sequence[str]) -> bytes:

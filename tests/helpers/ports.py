@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import socket
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 
 def free_port() -> int:
@@ -19,3 +21,14 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def answers(address: str) -> bool:
+    """Whether a server answers anything at the address."""
+    try:
+        urlopen(Request(address), timeout=5).close()
+    except HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -19,11 +19,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
-from helpers.ports import free_port
-from helpers.s3_server import KEY, SECRET
+from helpers.ports import answers, free_port
+from helpers.s3_server import KEY, SECRET, s3_environment
 
 _S3RVER = """
 const [folder, port, key, secret] = process.argv.slice(1);
@@ -40,7 +38,7 @@ def s3rver(folder: Path) -> Iterator[Environment]:
     port = free_port()
     command = ["node", "-e", _S3RVER, str(folder), str(port), KEY, SECRET]
     with _running([command], folder, [port], {"NODE_PATH": f"{sys.prefix}/node_modules"}):
-        yield {**_environment(port), "AWS_MAX_ATTEMPTS": "5"}  # it answers some concurrent requests with a fault
+        yield {**s3_environment(port), "AWS_MAX_ATTEMPTS": "5"}  # it answers some concurrent requests with a fault
 
 
 @contextmanager
@@ -72,7 +70,7 @@ def swift(folder: Path) -> Iterator[Environment]:
         [f"swift-{name}-server", f"{folder}/{name}-server.conf"] for name in ("account", "container", "object", "proxy")
     ]
     with _running([memory, *parts], folder, [port for name, port in ports.items() if name != "memcached"], {}):
-        yield _environment(ports["proxy"])
+        yield s3_environment(ports["proxy"])
 
 
 def _write_swift(
@@ -140,17 +138,7 @@ rgw frontends = beast endpoint=127.0.0.1:{port}
             run("radosgw-admin", "user", "create", "--uid=a", "--display-name=a", *keys)
             gateway = ["radosgw", "-n", "client.admin", f"--rgw-data={folder}", "-f"]
             with _running([gateway], folder, [port], environment):
-                yield _environment(port)
-
-
-def _environment(port: int) -> Environment:
-    return {
-        "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }
+                yield s3_environment(port)
 
 
 @contextmanager
@@ -163,7 +151,7 @@ def _running(commands: list[list[str]], folder: Path, ports: Iterable[int], envi
                 everything = {"stdout": output, "stderr": output, "env": os.environ | environment}
                 servers.append(subprocess.Popen(command, start_new_session=True, **everything))
         deadline = time.monotonic() + 90
-        while not all(map(_answers, ports)):
+        while not all(answers(f"http://127.0.0.1:{port}/") for port in ports):
             if any(server.poll() is not None for server in servers) or time.monotonic() > deadline:
                 raise RuntimeError(f"{commands[0][0]} does not answer: {log.read_text()[-2000:]}")
             time.sleep(0.2)
@@ -172,16 +160,6 @@ def _running(commands: list[list[str]], folder: Path, ports: Iterable[int], envi
         for server in reversed(servers):
             server.send_signal(signal.SIGKILL)
             server.wait(10)
-
-
-def _answers(port: int) -> bool:
-    try:
-        urlopen(f"http://127.0.0.1:{port}/", timeout=10).close()
-    except HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def version(name: str) -> str:

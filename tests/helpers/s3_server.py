@@ -21,6 +21,17 @@ CREDENTIALS = {
 """Environment variables of the server's clients, besides its address."""
 
 
+def s3_environment(port: int) -> dict[str, str]:
+    """The environment that leads to another server of S3 on this machine; a request is sent once."""
+    return {
+        "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+
+
 def serve_s3(root: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:
     """Start a server and wait until it answers; returns it and its port, a free one if none is given."""
     rclone = Path(sys.executable).parent / "rclone"

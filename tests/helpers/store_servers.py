@@ -18,14 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
-from helpers.ports import free_port
+from helpers.ports import answers, free_port
 from helpers.premises_servers import PREMISES
-from helpers.s3_server import KEY, SECRET
+from helpers.s3_server import s3_environment
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -49,13 +47,7 @@ def moto(folder: Path) -> Iterator[Environment]:
     with _running(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], f"http://127.0.0.1:{port}/"
     ):
-        yield {
-            "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
-        }
+        yield s3_environment(port)
 
 
 @contextmanager
@@ -137,7 +129,7 @@ def _running(command: list[str], address: str) -> Iterator[None]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         deadline = time.monotonic() + 60
         try:
-            while not _answers(address):
+            while not answers(address):
                 if server.poll() is not None or time.monotonic() > deadline:
                     server.kill()
                     log.seek(0)
@@ -147,16 +139,6 @@ def _running(command: list[str], address: str) -> Iterator[None]:
         finally:
             server.terminate()
             server.wait(10)
-
-
-def _answers(address: str) -> bool:
-    try:
-        urlopen(Request(address), timeout=5).close()
-    except HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 SERVERS = {"moto": moto, "azurite": azurite, "google": google, **PREMISES}
