@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from biphasic.config.plan import plan
 from biphasic.errors import UserError
 from biphasic.preflight import check, disk_needs, find_faults, rank_facts, report
 from biphasic.storage import LocalStore
-from conftest import Write
+from conftest import MakeBucket, Write
 from helpers import warm
-from helpers.buckets import bucket_for, flip_a_bit, upload
+from helpers.buckets import bucket_for, flip_a_bit, upload, upload_to
 from helpers.tiny import config_of
 
 
@@ -29,16 +29,15 @@ def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.Com
     return warm.run(["preflight", str(path), *overrides], processes, environment, module="biphasic")
 
 
-def test_two_ranks_without_faults(s3: Path, write_yaml: Write) -> None:
-    bucket = bucket_for(s3, "preflight")
-    path = write_yaml("fit", checkpoint__folder=f"s3://{bucket}/runs/fit")
-    local = path.parent / "data" / "train"
-    remote = upload(local, bucket, "train")
+def test_two_ranks_without_faults(use_store: Callable[[str], MakeBucket], write_yaml: Write) -> None:
+    bucket = use_store("moto")("preflight")
+    path = write_yaml("fit", checkpoint__folder=f"{bucket}/runs/fit")
+    remote = upload_to(path.parent / "data" / "train", f"{bucket}/train")
     run = preflight(path, f"data.train={{local: {path.parent}/cache, remote: {remote}}}", processes=2)
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     output = run.stdout
     assert "2 x CPU, " in output and "GB/s among them" in output and "no faults" in output
-    assert f"s3://{bucket}/runs/fit: written, read and deleted in" in output
+    assert f"{bucket}/runs/fit: written, read and deleted in" in output
     assert "1 splits readable; tokenizer" in output and "free for" in output
     assert re.search(r"^    /dev/shm: \S+ \w+ free for \S+ \w+$", output, re.M)
     assert not (path.parent / "cache").exists()

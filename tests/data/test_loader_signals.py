@@ -13,8 +13,8 @@ from helpers.tiny import ROOT
 
 CODE = """
 import os, time
-from torch.utils.data import DataLoader, IterableDataset
-from biphasic.data.loader_signals import handle_loader_signals
+from torch.utils.data import IterableDataset
+from biphasic.data.loader_signals import Loader
 
 class Waits(IterableDataset):
     def __iter__(self):
@@ -22,12 +22,12 @@ class Waits(IterableDataset):
         while True:  # as in the barrier of Streaming's loaders
             time.sleep(0.01)
 
-next(iter(DataLoader(Waits(), num_workers=1, worker_init_fn=handle_loader_signals)))
+next(iter(Loader(Waits(), num_workers=1)))
 """
 
 START = """
 import os, signal, time
-from biphasic.data.loader_signals import Loader, end_loaders, handle_loader_signals, keep_loaders
+from biphasic.data.loader_signals import Loader, end_loaders, keep_loaders
 from biphasic.processes import STOP_SIGNALS
 
 taken = []
@@ -45,7 +45,7 @@ if not sender:
     os._exit(0)
 for _ in range(50):
     keep_loaders()
-    loader = Loader(range(4), num_workers=2, worker_init_fn=handle_loader_signals, multiprocessing_context="fork")
+    loader = Loader(range(4), num_workers=2)
     batches = iter(loader)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert len(list(batches)) == 4
@@ -56,7 +56,7 @@ print(len(taken))
 STUCK = """
 import multiprocessing, os, signal, time
 from torch.utils.data import IterableDataset
-from biphasic.data.loader_signals import Loader, end_loaders, handle_loader_signals, keep_loaders
+from biphasic.data.loader_signals import Loader, end_loaders, keep_loaders
 
 class Waits(IterableDataset):
     def __iter__(self):
@@ -65,7 +65,7 @@ class Waits(IterableDataset):
             time.sleep(0.01)
 
 keep_loaders()
-loader = Loader(Waits(), num_workers=4, worker_init_fn=handle_loader_signals, multiprocessing_context="fork")
+loader = Loader(Waits(), num_workers=4)
 batches = iter(loader)
 next(batches)
 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -78,6 +78,26 @@ start = time.monotonic()
 end_loaders()
 batches._shutdown_workers()
 print(time.monotonic() - start)
+"""
+
+KILLED = """
+import time
+from biphasic.data.loader_signals import Loader
+
+def ask(event):
+    while True:  # as a loader process does for each batch
+        event.is_set()
+
+context = Loader(range(1), num_workers=1).multiprocessing_context
+for number in range(20):
+    event = context.Event()
+    loader = context.Process(target=ask, args=(event,))
+    loader.start()
+    time.sleep(0.01 + number / 1000)
+    loader.kill()
+    loader.join()
+    event.set()
+    print(event.is_set())
 """
 
 
@@ -96,6 +116,10 @@ def test_signals_to_all_processes_while_loaders_start_end_none() -> None:
 
 def test_loaders_that_wait_for_a_killed_one_end_soon() -> None:
     assert float(run_alone(STUCK)) < 5
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_killed_loader_s_lock() -> None:
+    assert run_alone(KILLED) == "True\n" * 20
 
 
 def test_a_loader_that_waits_for_others_ends_with_its_rank() -> None:

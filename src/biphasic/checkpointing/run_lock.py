@@ -226,14 +226,16 @@ def _read_lock(folder: Store) -> dict[str, Any] | None:
 
 def _read_record(folder: Store, name: str, keys: set[str]) -> dict[str, Any] | None:
     """Return a lock, a claim or the record of an attempt; None if there is no such file."""
-    try:
-        content = folder.read(name)
-    except FileNotFoundError:
-        return None
-    with suppress(ValueError):
-        record = json.loads(content)
-        if isinstance(record, dict) and record.keys() >= keys:
-            return record
+    for pause in (0.2, 1.0, 0.0):  # `rclone serve s3` sends a part of a file that is being replaced
+        try:
+            content = folder.read(name)
+        except FileNotFoundError:
+            return None
+        with suppress(ValueError):
+            record = json.loads(content)
+            if isinstance(record, dict) and record.keys() >= keys:
+                return record
+        time.sleep(pause)
     kind = "lock" if name == LOCK_FILE else "record"
     raise UserError(f"{folder.root}/{name}: is not a run's {kind}; remove it if no run writes there")
 

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import signal
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import queues, resource_tracker
+from multiprocessing.context import ForkContext
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -56,8 +57,53 @@ def handle_loader_signals(worker: int) -> None:
     die_with_parent(parent)
 
 
+class _Event:
+    """As multiprocessing's event, but without a lock, which a process that is killed while it holds it never releases."""
+
+    def __init__(self) -> None:
+        self._flag = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        self._flag[0] = 1
+
+    def is_set(self) -> bool:
+        return self._flag[0] == 1
+
+
+class _Queue(queues.Queue):  # pyright: ignore[reportMissingTypeArgument] - takes none before Python 3.12
+    """As multiprocessing's queue, but gives PyTorch the time to raise why a loader process has died."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        try:
+            return super().get(block, timeout)
+        except (OSError, EOFError):  # of the connection by which a tensor's memory is received
+            time.sleep(1.0)
+            raise
+
+
+class _LoaderContext(ForkContext):
+    """Starts loader processes with `fork`: since Python 3.14 the default is another, which doesn't share memory."""
+
+    def Event(self) -> Any:  # PyTorch asks a context for it by this name
+        return _Event()
+
+    def Queue(self, maxsize: int = 0) -> Any:
+        return _Queue(maxsize, ctx=self)
+
+
 class Loader(DataLoader[Any]):
     """A DataLoader whose processes survive a signal from their start on, when PyTorch's handler would still end them."""
+
+    def __init__(self, dataset: Any, *, num_workers: int, **settings: Any):
+        context = _LoaderContext() if num_workers else None
+        super().__init__(
+            dataset,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            multiprocessing_context=context,
+            worker_init_fn=handle_loader_signals,
+            **settings,
+        )
 
     def __iter__(self) -> Any:
         resource_tracker.ensure_running()  # its start unblocks SIGTERM; a loader process inherits this thread's mask

@@ -17,7 +17,7 @@ from streaming.base.dataset import _ShardState
 from streaming.base.shared import SharedArray, prefix
 from torch import Tensor
 
-from biphasic.data.loader_signals import Loader, handle_loader_signals
+from biphasic.data.loader_signals import Loader
 from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
 from biphasic.data.shards import check_hashes, open_stream
 from biphasic.data.shared_memory import (
@@ -221,12 +221,8 @@ def build_loader(
         batch_size=batch_size,
         drop_last=train,
         num_workers=settings.num_workers,
-        # Since Python 3.14 the default is another, whose processes don't share the flag of `handle_loader_signals`.
-        multiprocessing_context="fork" if settings.num_workers else None,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
-        persistent_workers=settings.num_workers > 0,
-        worker_init_fn=handle_loader_signals,
     )
 
 
