@@ -93,7 +93,7 @@ def test_beginnings_are_shared(study: StudyConfig) -> None:
         if run.continues is None and run.length < 2560 and objectives[run.name] in [objectives[x.name] for x in longest]
     ]
     assert sorted(run.name for run in decays) == ["1m-clm-160", "1m-clm-640", "1m-mlm40-160", "1m-mlm40-640"]
-    assert all(run.own_batches <= run.length / 10 for run in decays)
+    assert all(run.length - run.start <= run.length / 10 for run in decays)
     assert plan.shared.flops is not None and plan.alone.flops is not None
     assert plan.shared.flops < 0.7 * plan.alone.flops
 
@@ -119,7 +119,7 @@ def test_the_long_runs_share_half_of_clm(study: StudyConfig, monkeypatch: pytest
     longer = load(RECIPE / "long.yaml")
     assert isinstance(longer, StudyConfig) and Path(longer.folder).name == f"long{seed}"
     plan, objectives = plan_study(longer), [config.objective for config in expand(study).values()]
-    assert sorted((run.name, run.own_batches) for run in plan.runs) == [
+    assert sorted((run.name, run.length - run.start) for run in plan.runs) == [
         ("1m-clm-10240", 10240), ("1m-clm-5120-mlm40-10240", 5120), ("1m-mlm40-10240", 10240)
     ]  # fmt: skip
     for name, config in expand(longer).items():
@@ -377,7 +377,7 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
     plan = plan_study(study)
     trained = sum(count_batches(Path(study.local_folder, name, "metrics.jsonl")) for name in study.models)
     killed = next(run for run in plan.runs if run.name == started[8])
-    assert trained == plan.shared.batches + killed.own_batches
+    assert trained == plan.shared.batches + killed.length - killed.start
     assert export(study) == 0
     fine_tune(sweep_config(study))
     write_report([study.folder])

@@ -42,7 +42,7 @@ def test_switches_and_decays_start_from_one_trunk() -> None:
     tree = tree_of({"clm": "ccccccdd", "late": "ccccmmee", "early": "ccmmmmee", "short": "ccmmee"})
     assert starts(tree) == {"clm": (None, 0), "late": ("clm", 4), "early": ("clm", 2), "short": ("early", 4)}
     assert {name: run.kept for name, run in tree.items()} == {"clm": (2, 4), "late": (), "early": (4,), "short": ()}
-    assert [run.own_batches for run in tree.values()] == [8, 4, 6, 2]
+    assert [run.length - run.start for run in tree.values()] == [8, 4, 6, 2]
 
 
 def test_a_run_starts_from_the_run_that_trained_the_shared_batches_itself() -> None:
@@ -72,7 +72,7 @@ def test_decays_on_candidate_data_cost_one_trunk(write_yaml: Write, tmp_path: Pa
 
     tree = study_tree({name: decay_on(name) for name in ("web", "code", "books")}, {})
     assert starts(tree) == {"web": (None, 0), "code": ("web", 160), "books": ("web", 160)}
-    assert sum(run.own_batches for run in tree.values()) == 160 + 3 * 40
+    assert sum(run.length - run.start for run in tree.values()) == 160 + 3 * 40
 
 
 def test_runs_on_other_data_share_nothing(write_yaml: Write, tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_each_shared_beginning_is_trained_once(texts: list[str]) -> None:
     histories = {f"run{index}": text for index, text in enumerate(texts)}
     tree = tree_of(histories)
     beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
-    assert sum(run.own_batches for run in tree.values()) == len(beginnings)
+    assert sum(run.length - run.start for run in tree.values()) == len(beginnings)
     trained: set[str] = set()
     for name, run in tree.items():
         history = histories[name]
-        assert run.own_batches > 0
+        assert run.length - run.start > 0
         if run.parent is not None:
             parent = tree[run.parent]
             # The parent has trained the last shared batch itself, and keeps the checkpoint after it.

@@ -27,6 +27,7 @@ from biphasic.sweep.plan import describe_plan, device_seconds, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
 from biphasic.sweep.run import Driver, run
 from biphasic.sweep.workers import FinishedJob, TrialJob, choose_layout
+from biphasic.workers.group import EndedJob
 from conftest import MakeBucket
 from helpers.small_trials import read_log
 from helpers.sweeps import grid_of
@@ -255,16 +256,16 @@ class InlineWorkers:
 
     def __init__(self, end: Callable[[TrialJob], FinishedJob]):
         self.running: list[TrialJob] = []
-        self._end = end
+        self.idle, self._end = [self], end
 
-    def start(self, jobs: list[TrialJob]) -> list[TrialJob]:
-        self.running = jobs[:1]
-        return jobs[:1]
+    def give(self, job: TrialJob, method: str, *arguments: TrialJob) -> None:
+        assert (method, arguments) == ("run", (job,))
+        self.running = [job]
 
-    def wait(self, seconds: float) -> list[FinishedJob]:
-        finished = [self._end(job) for job in self.running]
+    def wait(self, seconds: float) -> list[EndedJob]:
+        ended = [EndedJob(job, self._end(job)) for job in self.running]
         self.running = []
-        return finished
+        return ended
 
 
 def driver_of(config: SweepConfig) -> Driver:

@@ -31,16 +31,18 @@ class AzureStore(ArrowStore):
 
     @as_os_error()
     def __init__(self, root: str):
-        from azure.identity import DefaultAzureCredential
         from azure.storage.blob import ContainerClient, ExponentialRetry
 
         super().__init__(root)
         container, account = self._prefix.partition("/")[0], azure_account()
+        credential: Any = account.key
+        if credential is None:
+            from azure.identity import DefaultAzureCredential
+
+            credential = DefaultAzureCredential()
         settings: dict[str, Any] = {"connection_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
-        self._client = ContainerClient(
-            account.url, container, account.key or DefaultAzureCredential(),
-            retry_policy=ExponentialRetry(initial_backoff=1), **settings,
-        )  # fmt: skip
+        retries = ExponentialRetry(initial_backoff=1)
+        self._client = ContainerClient(account.url, container, credential, retry_policy=retries, **settings)
 
     def read(self, name: str) -> bytes:
         with _azure_as_os_error():

@@ -39,11 +39,6 @@ class StudyRun:
     """Batches whose checkpoints are kept to be scored (`stages.checkpoints`) or merged (`merges`)."""
 
     @property
-    def own_batches(self) -> int:
-        """Number of batches that this run trains itself."""
-        return self.length - self.start
-
-    @property
     def needs(self) -> tuple[str, ...]:
         """The runs whose checkpoints this run needs."""
         return tuple(name for name in (self.parent, self.continues) if name is not None)

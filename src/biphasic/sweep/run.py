@@ -24,7 +24,8 @@ from biphasic.sweep.grid import TRIAL_MODULE, build_grid, trial_configs
 from biphasic.sweep.plan import device_seconds
 from biphasic.sweep.records import TRIALS_FOLDER, Cell, Grid, TrialRecord, read_records, write_grid, write_record
 from biphasic.sweep.selection import planned_trials, startable_trials
-from biphasic.sweep.workers import FinishedJob, TrialJob, Workers, failed_record, open_workers
+from biphasic.sweep.workers import FinishedJob, TrialJob, failed_record, finished_job, open_workers
+from biphasic.workers.group import WorkerGroup
 
 _POLL_SECONDS = 0.5
 _SUMMARY_SECONDS = 60.0
@@ -107,7 +108,7 @@ class Driver:
         """Return the trials without a record that may start, in order."""
         return [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
 
-    def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
+    def jobs(self, workers: WorkerGroup, limit: int | None) -> Iterator[TrialJob]:
         """Yield the jobs that may start, in the grid's order."""
         running = {job.trial for job in workers.running}
         new = 0
@@ -119,7 +120,7 @@ class Driver:
             cell = self.grid.trials[trial]
             yield TrialJob(trial, cell, self._configs[cell], self._lost[trial])
 
-    def work(self, workers: Workers, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
+    def work(self, workers: WorkerGroup, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
         """Run trials until none is left or a signal arrives. Print a line for each trial, and a summary every minute.
 
         Raises a UserError if workers can't start, records can't be written, or another driver has taken the lock.
@@ -132,8 +133,13 @@ class Driver:
             if not jobs and not workers.running:
                 self._write_rest()
                 return
-            self._started.update(job.trial for job in workers.start(jobs))
-            for finished in workers.wait(_POLL_SECONDS):
+            for slot, job in zip(workers.idle, jobs, strict=False):
+                slot.give(job, "run", job)
+                self._started.add(job.trial)
+            for ended in workers.wait(_POLL_SECONDS):
+                finished = finished_job(ended)
+                if finished.is_broken:
+                    workers.replace(ended.worker)
                 self._finish(finished)
             if time.monotonic() - last_summary >= _SUMMARY_SECONDS:
                 last_summary = time.monotonic()

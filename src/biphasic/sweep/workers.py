@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -129,40 +129,8 @@ def _gpu_fault() -> str | None:
     return None
 
 
-class Workers:
-    """Runs at most `size` trials at a time."""
-
-    def __init__(self, group: WorkerGroup, size: int):
-        self.size = size
-        self._group = group
-
-    @property
-    def running(self) -> list[TrialJob]:
-        """The running jobs."""
-        return self._group.running
-
-    def start(self, jobs: Iterable[TrialJob]) -> list[TrialJob]:
-        """Start jobs in order on the idle workers, and return those that are started."""
-        started = []
-        for slot, job in zip(self._group.idle, jobs, strict=False):
-            slot.give(job, "run", job)
-            started.append(job)
-        return started
-
-    def wait(self, seconds: float) -> list[FinishedJob]:
-        """Wait up to `seconds` for a job to end, and return the ended jobs.
-
-        Raises a UserError if workers repeatedly die while starting.
-        """
-        finished = []
-        for ended in self._group.wait(seconds):
-            finished.append(_finished(ended))
-            if finished[-1].is_broken:
-                self._group.replace(ended.worker)
-        return finished
-
-
-def _finished(ended: EndedJob) -> FinishedJob:
+def finished_job(ended: EndedJob) -> FinishedJob:
+    """Return the outcome of a worker's call."""
     if ended.lost:
         return FinishedJob(ended.job, lost="its worker died")
     if ended.error is None:
@@ -186,7 +154,7 @@ def choose_layout(cluster: SweepCluster, cpus: int, gpus: int) -> tuple[int, int
 
 
 @contextmanager
-def open_workers(module: str, output: str, cluster: SweepCluster, inputs: list[str]) -> Iterator[Workers]:
+def open_workers(module: str, output: str, cluster: SweepCluster, inputs: list[str]) -> Iterator[WorkerGroup]:
     """Start workers on this machine or on the YAML's cluster, and kill them when the context ends.
 
     `inputs` are the folders of models and data. Raises a UserError if no cluster answers or its nodes don't share the
@@ -203,4 +171,4 @@ def open_workers(module: str, output: str, cluster: SweepCluster, inputs: list[s
         slots, per_device, share = choose_layout(cluster, cpus, group.gpus)
         arguments = (module, output, threads, per_device)
         group.open(slots, "cluster.at_once", Worker, *arguments, cpus=threads, gpu_share=share)
-        yield Workers(group, slots)
+        yield group

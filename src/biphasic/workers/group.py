@@ -67,6 +67,8 @@ class WorkerGroup(ABC):
     gpus: int
     lost: tuple[type[BaseException], ...] = (BrokenExecutor,)
     """The errors of a call whose worker died."""
+    size: int
+    """Number of workers."""
     slots: list[Slot]
     """The workers; none before the first `wait`."""
 
@@ -100,7 +102,7 @@ class WorkerGroup(ABC):
         """
         stored = self.store(arguments)
         self._slot: Callable[[int], Slot] = lambda number: Slot(self.start(number, cpus, gpu_share), factory, stored)
-        self._size, self._key, self._failed_starts, self.slots = size, key, 0, []
+        self.size, self._key, self._failed_starts, self.slots = size, key, 0, []
 
     @property
     def running(self) -> list[Any]:
@@ -119,7 +121,7 @@ class WorkerGroup(ABC):
         if workers repeatedly die while they start or all are unusable, and any other error that a worker's `factory`
         raises.
         """
-        self.slots = self.slots or [self._slot(number) for number in range(self._size)]
+        self.slots = self.slots or [self._slot(number) for number in range(self.size)]
         numbers = {slot.pending: number for number, slot in enumerate(self.slots) if slot.pending is not None}
         if not numbers:
             time.sleep(seconds)
@@ -153,7 +155,7 @@ class WorkerGroup(ABC):
             raise error
         self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            advice = f"is there memory for {self._size} of them ({self._key})?"
+            advice = f"is there memory for {self.size} of them ({self._key})?"
             raise UserError(f"workers die while they start ({first_line(error)}): {advice}")
         return None
 
