@@ -16,18 +16,38 @@ from torch.utils.data import DataLoader
 
 from biphasic.processes import STOP_SIGNALS, die_with_parent
 
-_exit_on_sigterm = mmap.mmap(-1, 1)
-"""Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""
+
+class _SharedFlag:
+    """A flag in memory that is shared with the processes forked from this one.
+
+    multiprocessing's event has a lock, which a process that is killed while it holds it never releases.
+    """
+
+    def __init__(self) -> None:
+        self._byte = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        self._byte[0] = 1
+
+    def clear(self) -> None:
+        self._byte[0] = 0
+
+    def is_set(self) -> bool:
+        return self._byte[0] == 1
+
+
+_exit_on_sigterm = _SharedFlag()
+"""Whether SIGTERM ends loader processes."""
 
 
 def keep_loaders() -> None:
     """Let loader processes survive SIGTERM, SIGUSR1 and SIGHUP, which a preemption sends to all processes."""
-    _exit_on_sigterm[0] = 0
+    _exit_on_sigterm.clear()
 
 
 def release_loaders() -> None:
     """Let SIGTERM end loader processes again, as PyTorch expects."""
-    _exit_on_sigterm[0] = 1
+    _exit_on_sigterm.set()
 
 
 def end_loaders() -> None:
@@ -45,7 +65,7 @@ def handle_loader_signals(worker: int) -> None:
     parent = os.getppid()
 
     def on_sigterm(number: int, frame: object) -> None:
-        if _exit_on_sigterm[0] or os.getppid() != parent:
+        if _exit_on_sigterm.is_set() or os.getppid() != parent:
             os._exit(0)
 
     signal.signal(signal.SIGTERM, on_sigterm)
@@ -55,19 +75,6 @@ def handle_loader_signals(worker: int) -> None:
     # PyTorch's loader processes check only between batches whether their parent is alive. One that waits in Streaming's
     # barrier for a killed rank's loader would wait forever, and keep the dataset's shared memory.
     die_with_parent(parent)
-
-
-class _Event:
-    """As multiprocessing's event, but without a lock, which a process that is killed while it holds it never releases."""
-
-    def __init__(self) -> None:
-        self._flag = mmap.mmap(-1, 1)
-
-    def set(self) -> None:
-        self._flag[0] = 1
-
-    def is_set(self) -> bool:
-        return self._flag[0] == 1
 
 
 class _Queue(queues.Queue):  # pyright: ignore[reportMissingTypeArgument] - takes none before Python 3.12
@@ -85,7 +92,7 @@ class _LoaderContext(ForkContext):
     """Starts loader processes with `fork`: since Python 3.14 the default is another, which doesn't share memory."""
 
     def Event(self) -> Any:  # PyTorch asks a context for it by this name
-        return _Event()
+        return _SharedFlag()
 
     def Queue(self, maxsize: int = 0) -> Any:
         return _Queue(maxsize, ctx=self)
