@@ -153,29 +153,6 @@ print(imported, torch._C._accelerator_getAllocatorSettings())
     assert done.stdout.splitlines()[-1:] == [f"[False] {GROWING}"], done.stderr
 
 
-def test_composer_starts_without_the_packages_of_image_and_audio_metrics() -> None:
-    code = (
-        "import sys, torch\nfrom biphasic.devices import import_torchmetrics\nimport_torchmetrics()\nimport composer\n"
-        "import biphasic.training.recipe\n"
-        "print(sorted({'scipy', 'matplotlib'} & set(sys.modules)))\n"
-        "from lightning_utilities.core import imports\nfrom torchmetrics.classification import MulticlassAccuracy\n"
-        "print(imports.package_available('scipy'), bool(imports.RequirementCache('scipy')))\n"
-        "metric = MulticlassAccuracy(3)\nmetric.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))\n"
-        "print(metric.compute().item())\nimport scipy.stats\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.splitlines() == ["[]", "True True", "0.5"], run.stderr
-
-
-def test_composer_starts_without_mcli_which_is_imported_when_it_is_used() -> None:
-    code = (
-        "import sys\nfrom biphasic.devices import delay_mcli\ndelay_mcli()\nimport biphasic.training.recipe\n"
-        "print('mcli' in sys.modules, 'mcli.api' in sys.modules)\nimport mcli\nprint(mcli.update_run_metadata.__name__)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.stdout.splitlines() == ["True False", "update_run_metadata"], run.stderr
-
-
 def test_the_machine_is_described_as_by_composer_without_a_process() -> None:
     code = """
 import subprocess, sys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import platform
 import re
@@ -25,8 +24,6 @@ _FULL_GPU = re.compile(
     r"(CUDA|HIP) error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory|(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|"
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-_UNUSED = re.compile(r"(scipy|matplotlib|scienceplots|torchvision|transformers|PIL|sentencepiece)\b.*")
-"""Requirements that torchmetrics would import, and Composer's trainer and the metrics of language models don't use."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -37,46 +34,6 @@ def set_allocators() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def import_torchmetrics() -> None:
-    """Import torchmetrics, as Composer does, without the packages that only metrics of images and audio use: 2 s less.
-
-    Metrics that need one of them can't be imported in this process then; the packages can.
-    """
-    if "torchmetrics" in sys.modules or importlib.util.find_spec("torchmetrics") is None:
-        return
-    from lightning_utilities.core import imports
-
-    is_installed, check = imports.package_available, imports.RequirementCache._check_requirement
-
-    def check_used(self: imports.RequirementCache) -> None:
-        check(self)
-        self.available &= not _UNUSED.fullmatch(self.requirement or "")
-
-    imports.package_available = lambda name: not _UNUSED.fullmatch(name) and is_installed(name)
-    imports.RequirementCache._check_requirement = check_used
-    try:
-        import torchmetrics  # noqa: F401
-    finally:
-        imports.package_available, imports.RequirementCache._check_requirement = is_installed, check
-
-
-def delay_mcli() -> None:
-    """Let mcli, the client of MosaicML's platform, be imported when it is used, not with Composer: 0.5 s less."""
-    if "mcli" in sys.modules or (spec := importlib.util.find_spec("mcli")) is None:
-        return
-    sys.modules["mcli"] = module = importlib.util.module_from_spec(spec)
-
-    def load(name: str) -> object:
-        if name.startswith("__") or module.__dict__.pop("__getattr__", None) is None:
-            raise AttributeError(name, name=name, obj=module)
-        assert spec.loader is not None
-        spec.loader.exec_module(module)
-        return getattr(module, name)
-
-    # Not importlib's LazyLoader: it loads a module when another `import` looks at its `__spec__`.
-    module.__dict__["__getattr__"] = load
 
 
 def describe_machine_once() -> None:

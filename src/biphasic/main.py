@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from biphasic.commands.next_step import after_run
 from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
-from biphasic.devices import delay_mcli, import_torchmetrics, set_allocators
+from biphasic.composer_import import composer_imported
+from biphasic.devices import set_allocators
 from biphasic.errors import UserError
 from biphasic.processes import run_command
 from biphasic.ranks import is_first_rank, run_rank
@@ -153,17 +154,15 @@ def _run(config: Config) -> Path:
         require_data(config)
     if isinstance(config, RunConfig) and is_first_rank():
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
-    if config.job in ("pretrain", "finetune", "evaluate"):
-        import_torchmetrics()
-        delay_mcli()
-    if config.job == "pretrain":
-        from biphasic.training.recipe import pretrain as job
-    elif config.job == "finetune":
-        from biphasic.finetuning.run import run as job
-    elif config.job == "evaluate":
-        from biphasic.evaluation.run import run as job
-    else:
+    if config.job not in ("pretrain", "finetune", "evaluate"):
         raise UserError(f"job: {config.job} runs without Composer: biphasic {config.job} FILE.yaml")
+    with composer_imported():
+        if config.job == "pretrain":
+            from biphasic.training.recipe import pretrain as job
+        elif config.job == "finetune":
+            from biphasic.finetuning.run import run as job
+        else:
+            from biphasic.evaluation.run import run as job
     return job(config)  # pyright: ignore[reportArgumentType]
 
 
