@@ -75,9 +75,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)
     os.register_at_fork(after_in_child=_forget_signals)
-    Thread(target=_end_on_signals, args=(read,), name="signals", daemon=True).start()
+    ends = Thread(target=_end_on_signals, args=(read,), name="signals", daemon=True)
+    ends.start()
     try:
         status = main()
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:  # Composer's handler ends the main thread, and `ends` the process
+            ends.join(1.0)
+        raise
     finally:
         # When Python ends, it restores the default handler of a signal that is not ignored.
         for number in STOP_SIGNALS:

@@ -82,6 +82,25 @@ def test_a_signal_ends_a_command_with_a_line(tmp_path: Path, number: int, status
     assert re.fullmatch(rf"{line}[:;] {kept} \(status {status}\)\n", errors)
 
 
+def test_composer_s_handler_of_sigterm_does_not_choose_the_status() -> None:
+    """It ends the main thread within Python code at once, before the command's own line is written."""
+    code = """
+import os, signal
+from composer.core import engine
+from biphasic.processes import run_command
+
+def main():
+    signal.signal(signal.SIGTERM, engine.sigterm_handler)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 0
+
+run_command(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    kept = "what is finished is kept, and the same command does the rest"
+    assert (ended.returncode, ended.stderr) == (75, f"SIGTERM: stopped; {kept} (status 75)\n")
+
+
 def completions(line: str, shell: str = "bash") -> set[str]:
     """What a shell offers for an unfinished command line."""
     environment = {
