@@ -31,11 +31,12 @@ def used(file: Path, seed: int) -> bool:
     """Return whether a block is read from its file; it is made from the seed if not. Either way, its values are checked."""
     made: list[int] = []
 
-    def make() -> np.ndarray:
+    def make() -> tuple[np.ndarray, int]:
         made.append(seed)
-        return block(seed)
+        return block(seed), 10 * seed
 
-    assert np.array_equal(stored(file, SHAPE, make), block(seed))
+    embeddings, cut = stored(file, SHAPE, make)
+    assert np.array_equal(embeddings, block(seed)) and cut == 10 * seed
     return not made
 
 
@@ -45,7 +46,7 @@ def fill(cache: Path, name: str, limit: int, when: float, count: int = 1) -> boo
     if folder is None:
         return False
     for number in range(count):
-        stored(folder / f"{number:06d}.npy", SHAPE, lambda number=number: block(number))
+        stored(folder / f"{number:06d}.npy", SHAPE, lambda number=number: (block(number), 0))
     os.utime(folder, (when, when))
     return True
 
@@ -65,11 +66,11 @@ def test_stored_blocks_are_read_again(tmp_path: Path) -> None:
     assert [used(first, 0), used(last, 2), used(first, 0), used(last, 2)] == [False, False, True, True]
     # The order of the key does not matter.
     assert corpus_folder(tmp_path, 1 << 20, dict(reversed(key.items())), 3 * FULL) == folder
-    assert stored(first, SHAPE, lambda: block(7)).dtype == np.float32
+    assert stored(first, SHAPE, lambda: (block(7), 0))[0].dtype == np.float32
     other = corpus_folder(tmp_path, 1 << 20, {**key, "model": "n"}, 3 * FULL)
     assert other is not None and not used(other / "000000.npy", 5)
     assert used(first, 0)
-    assert np.array_equal(stored(None, SHAPE, lambda: block(3)), block(3))
+    assert np.array_equal(stored(None, SHAPE, lambda: (block(3), 0))[0], block(3))
 
 
 @pytest.mark.parametrize("length", [0, 5, 127, 200, 128 + FULL - 1])
@@ -83,6 +84,12 @@ def test_a_damaged_block_counts_as_missing(tmp_path: Path, length: int) -> None:
     assert [used(file, 0), used(file, 0)] == [False, True]
     np.save(file, block(2)[:3])
     assert [used(file, 0), used(file, 0)] == [False, True]
+    # So does one without the number of texts that were cut, or with a damaged one.
+    count = file.with_suffix(".cut")
+    count.write_text("")
+    assert [used(file, 0), used(file, 0)] == [False, True]
+    count.unlink()
+    assert [used(file, 0), used(file, 0)] == [False, True]
 
 
 def test_a_killed_writer_leaves_no_incomplete_block(tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def test_a_killed_writer_leaves_no_incomplete_block(tmp_path: Path) -> None:
         "    print('half', flush=True); time.sleep(100)\n"
         "original, folder = np.save, Path(sys.argv[1])\n"
         "def make():\n"
-        "    return np.random.default_rng(0).standard_normal((10, 8), np.float32)\n"
+        "    return np.random.default_rng(0).standard_normal((10, 8), np.float32), 0\n"
         "stored(folder / '0.npy', (10, 8), make)\nnp.save = save\nstored(folder / '1.npy', (10, 8), make)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -146,7 +153,7 @@ def test_a_full_disk_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(np, "save", full)
         assert [used(tmp_path / "1.npy", 1), used(tmp_path / "1.npy", 1)] == [False, False]
     assert used(tmp_path / "0.npy", 0)
-    assert [file.name for file in tmp_path.iterdir()] == ["0.npy"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0.cut", "0.npy"]
 
 
 def test_a_small_disk_is_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

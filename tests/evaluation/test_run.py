@@ -226,8 +226,11 @@ def test_an_interrupted_evaluation_resumes(model: Path, tmp_path: Path, monkeypa
     folder = run(config)
     assert embedded == [QUERIES, 16, 16, 16, 16, 16, DOCUMENTS - 9 * 16]
     monkeypatch.setattr(blocks, "SMALL_BLOCK", 256)
-    uninterrupted = config_of(model, tmp_path / "uninterrupted", sets=[str(own)], baselines=[])
-    assert values_of(run(uninterrupted)) == values_of(folder)
+    uninterrupted = run(config_of(model, tmp_path / "uninterrupted", sets=[str(own)], baselines=[]))
+    assert values_of(uninterrupted) == values_of(folder)
+    # Stored embeddings count as well: with LENGTH tokens at most, several documents are cut.
+    [cut], [all_cut] = ([record["cut"] for record in records_of(each)] for each in (folder, uninterrupted))
+    assert cut == all_cut > DOCUMENTS // 4
 
 
 def test_reranking_is_among_the_candidates(model: Path, tmp_path: Path) -> None:

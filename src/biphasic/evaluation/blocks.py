@@ -89,15 +89,24 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("[0-9]*.npy"))
 
 
-def stored(file: Path | None, shape: tuple[int, int], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array of this shape in a file. If it is missing or damaged, call `make` and store the result there."""
+def stored(
+    file: Path | None, shape: tuple[int, int], make: Callable[[], tuple[np.ndarray, int]]
+) -> tuple[np.ndarray, int]:
+    """Return the embeddings of this shape in a file, and how many of their texts were cut, which a file beside it has.
+
+    If a file is missing or damaged, call `make` and store both there.
+    """
     if file is None:
         return make()
+    count = file.with_suffix(".cut")
     with suppress(OSError, ValueError, EOFError):
         if (array := np.load(file, mmap_mode="r")).shape == shape:
-            return array
-    array = make()
-    # The evaluation doesn't need the file: the disk may be full.
-    with suppress(OSError), atomic_path(file) as partial, partial.open("wb") as opened:
-        np.save(opened, array)
-    return array
+            return array, int(count.read_text())
+    array, cut = make()
+    # The evaluation doesn't need the files: the disk may be full.
+    with suppress(OSError):
+        with atomic_path(file) as partial, partial.open("wb") as opened:
+            np.save(opened, array)
+        with atomic_path(count) as partial:
+            partial.write_text(str(cut))
+    return array, cut

@@ -138,15 +138,18 @@ class Retriever(AbsEncoder):
             folder = corpus_folder(self._cache, self._limit, key, 4 * count * embedder.width)
         with progress_bar(count, title) as bar:
 
-            def embed(first: int, end: int) -> np.ndarray:
+            def embed(first: int, end: int) -> tuple[np.ndarray, int]:
                 texts = [prompt + text for text in document_texts(corpus[first:end])]
-                return embedder.embed(texts, lambda done: bar.update(done * world))
+                return embedder.embed(texts, lambda done: bar.update(done * world)), embedder.cut - before
 
             finished = 0
             for number in range(rank, -(-count // block), world):
                 first, end = number * block, min((number + 1) * block, count)
                 file = None if folder is None else folder / f"{number:06d}.npy"
-                yield first, stored(file, (end - first, embedder.width), partial(embed, first, end))
+                before = embedder.cut
+                embeddings, cut = stored(file, (end - first, embedder.width), partial(embed, first, end))
+                embedder.cut = before + cut
+                yield first, embeddings
                 finished += end - first
                 bar.update(finished * world - bar.n)  # stored embeddings, which `embed` doesn't count
 
