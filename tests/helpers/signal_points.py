@@ -111,7 +111,7 @@ def patch(point: str, number: int = signal.SIGKILL) -> None:
 
         store.upload, store.remove = upload_file, remove_files
 
-    for store in (S3Store, ArrowStore, AzureStore):
+    for store in (S3Store, AzureStore, ArrowStore):  # Azure's inherits `remove`
         patch_store(store)
     save.Saver._write = write_checkpoint
     save.ShardWriter = Writer  # pyright: ignore
