@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, a real preemption: a job of a partition with priority takes the node from a run, which
-# saves, goes back into the queue, goes on from the batch it saved at, and trains no batch twice. Then the same for a time
-# limit, a job that is cancelled, which must not come back, and a study of a trunk and two branches.
+# saves, goes back into the queue, goes on from the batch it saved at, and trains no batch twice, though its clock is an
+# hour back by then (if Debian's faketime is installed). Then the same for a time limit, a job that is cancelled, which
+# must not come back, and a study of a trunk and two branches.
 #
 # Needs root and Debian's slurm-wlm and munge; nothing outside a temporary folder is touched. Takes four to eight minutes.
 # Exit status: 0 as promised, 1 not, 3 Slurm isn't installed.
@@ -111,7 +112,14 @@ until_true 30 "Slurm $(slurmctld -V | cut -d' ' -f2) is up" is_up
 
 yaml=$(python tests/launch/tiny_run.py write "$work" "$batches")
 run=$work/runs/run
-job=$(NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
+# The node's Python, whose clock differs from this machine's by what is in the file `clock`.
+mkdir "$work/bin"
+echo +0 >"$work/clock"
+faked=''
+if command -v faketime >/dev/null; then faked="faketime -f \"\$(cat $work/clock)\""; fi
+printf '#!/bin/sh\nDONT_FAKE_MONOTONIC=1 NO_FAKE_STAT=1 exec %s %s "$@"\n' "$faked" "$(command -v python)" >"$work/bin/python"
+chmod +x "$work/bin/python"
+job=$(PATH=$work/bin:$PATH NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
 trained() { grep -c loss/train/total "$run/metrics.jsonl" 2>/dev/null || true; }
 trains() { (($(trained) > ${1:-20})); }
 state() { scontrol --oneliner show job "$1" | tr ' ' '\n' | sed -n 's/^JobState=//p'; }
@@ -123,6 +131,7 @@ urgent=$(sbatch --parsable --partition=high --exclusive --output="$work/urgent.o
 requeued() { [[ $(restarts "$job") == 1 ]] && { is "$job" PENDING || is "$job" RUNNING; }; }
 until_true 90 "job $urgent of the partition with priority has made job $job go back into the queue" requeued
 say "at batch $(trained) of $batches"
+echo -1h >"$work/clock"
 until_true 60 "job $urgent has run" is "$urgent" COMPLETED
 until_true 300 "job $job has completed" is "$job" COMPLETED
 python tests/launch/tiny_run.py check "$work" "$batches"

@@ -62,7 +62,7 @@ def attempts_of(run: Path) -> list[dict[str, Any]]:
     """The run's attempts, which are printed."""
     attempts = [json.loads(path.read_text()) for path in sorted((run / "checkpoints" / "attempts").glob("*.json"))]
     for attempt in attempts:
-        print(run.name, {key: attempt.get(key) for key in ("attempt", "ranks", "from", "batch", "reason")})
+        print(run.name, {key: attempt.get(key) for key in ("attempt", "since", "ranks", "from", "batch", "reason")})
     return attempts
 
 
