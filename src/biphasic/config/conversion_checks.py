@@ -26,6 +26,7 @@ from biphasic.errors import UserError
 from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
+Conversions = Mapping[str, StreamRecord]
 _MAX_UNUSED = 0.1
 """Unused share of a model's vocabulary that gives no warning, because sizes are often rounded up."""
 
@@ -43,9 +44,7 @@ class RowChecks:
     vocab_size: int | None = field(default=None, compare=False)
 
 
-def row_problems(
-    config: PretrainConfig, conversions: dict[str, StreamRecord], tokenizer: Tokenizer | None
-) -> list[str]:
+def row_problems(config: PretrainConfig, conversions: Conversions, tokenizer: Tokenizer | None) -> list[str]:
     """Return why the run can't read the rows of conversions: another tokenizer (unless None) or sequence length."""
     problems = []
     lengths = config.row_lengths
@@ -65,7 +64,7 @@ def row_problems(
     return problems
 
 
-def bos_warning(place: str, conversions: Mapping[str, StreamRecord]) -> str | None:
+def bos_warning(place: str, conversions: Conversions) -> str | None:
     """Return a warning if the tokenizer of `init_from` puts BOS before each text, and converted rows have none."""
     without = [each.folder for each in conversions.values() if not each.record.get("config", {}).get("add_bos")]
     is_checkpoint = Path(place).is_file() or Path(place, ".metadata").is_file()
@@ -75,10 +74,9 @@ def bos_warning(place: str, conversions: Mapping[str, StreamRecord]) -> str | No
         tokenizer = load_tokenizer(place)
         if tokenizer.puts_bos:
             name = tokenizer.tokenizer.id_to_token(tokenizer.require("bos"))
-            return (
-                f"model.init_from {place}: its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} "
-                "have none: if the model was trained with it, convert the text with add_bos=true"
-            )
+            problem = f"its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} have none"
+            advice = "if the model was trained with it, convert the text with add_bos=true"
+            return f"model.init_from {place}: {problem}: {advice}"
     return None
 
 
@@ -134,13 +132,10 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     return checks
 
 
-def conversion_record(
-    config: PretrainConfig, tokenizer: Tokenizer, conversions: dict[str, StreamRecord]
-) -> dict[str, Any]:
+def conversion_record(config: PretrainConfig, tokenizer: Tokenizer, conversions: Conversions) -> dict[str, Any]:
     """Return how the training data was converted, for the run record; empty if no stream has a conversion record.
 
-    Raises:
-        UserError: a stream was converted with another tokenizer or sequence length.
+    Raises a UserError if a stream was converted with another tokenizer or sequence length.
     """
     if problems := row_problems(config, conversions, tokenizer):
         raise UserError("\n".join(problems))
@@ -153,7 +148,7 @@ def conversion_record(
     return {**record, "later": later} if later else record
 
 
-def _data_record(inputs: PhaseInputs, conversions: dict[str, StreamRecord]) -> dict[str, Any]:
+def _data_record(inputs: PhaseInputs, conversions: Conversions) -> dict[str, Any]:
     """Return source and size of a phase's data, as far as its streams have records."""
     streams: dict[str, dict[str, Any]] = {}
     for key in filter(conversions.__contains__, inputs.streams):

@@ -59,7 +59,6 @@ class EvaluateConfig(RunConfig):
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values."""
         if not (self.tasks or self.benchmarks or self.sets):
             yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
         if not self.sets and not self.is_default("sets_language"):

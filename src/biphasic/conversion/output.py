@@ -176,9 +176,7 @@ def publish(
     config, tokenizer = context.config, context.tokenizer
     shards = {split: _shards(split, records) for split in config.splits}
     # Streaming's own merge of the units' indexes would give the same bytes.
-    indexes = {
-        split: json.dumps({"version": 2, "shards": listed}, sort_keys=True).encode() for split, listed in shards.items()
-    }
+    indexes = {split: json.dumps({"version": 2, "shards": shards[split]}, sort_keys=True).encode() for split in shards}
     record = {
         "config": config.model_dump(mode="json"),
         "source": {
@@ -187,11 +185,7 @@ def publish(
             "left_out": damaged + [message for _, unit in records for message in unit["damaged"]],
             "unread": sources.unread,
         },
-        "tokenizer": {
-            **tokenizer_record(tokenizer),
-            "vocab_size": tokenizer.vocab_size,
-            "dropout": tokenizer.dropout,
-        },
+        "tokenizer": {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size, "dropout": tokenizer.dropout},
         "sequence_length": config.sequence_length,
         "dtype": token_dtype(tokenizer.vocab_size),
         "hash": HASH,
@@ -220,7 +214,6 @@ def publish(
 
 
 def _merged_counts(units: list[UnitRecord], splits: list[str]) -> dict[str, Any]:
-    """Add up the counts of units. Raises a UserError if a split has no documents."""
     documents = [unit["documents"] for unit in units]
     read, filtered = (sum(each[key] for each in documents) for key in ("read", "filtered"))
     skipped = sum((Counter(each["skipped"]) for each in documents), Counter[str]())

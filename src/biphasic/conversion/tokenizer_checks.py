@@ -125,10 +125,8 @@ def _listed_names(tokenizer: Tokenizer, kind: str | None = None) -> set[str]:
 
 def _is_plain(tokenizer: Tokenizer) -> bool:
     """Return whether AutoTokenizer certainly reads tokenizer.json as it is."""
-    others = _listed_names(tokenizer) - {
-        token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()
-    }
-    place = tokenizer.source
+    added, place = tokenizer.tokenizer.get_added_tokens_decoder().values(), tokenizer.source
+    others = _listed_names(tokenizer) - {token.content for token in added}
     has_model = not is_remote(place) and (not is_folder(place) or Path(place, "config.json").is_file())
     return tokenizer.settings.get("tokenizer_class") in _PLAIN_CLASSES and not others and not has_model
 

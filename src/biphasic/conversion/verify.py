@@ -54,8 +54,7 @@ class Verification:
 
     def __init__(self, output: str):
         self.output, self.record = output, require_record(output)
-        self.faults: list[str] = []
-        self.summary: list[str] = []
+        self.faults, self.summary = list[str](), list[str]()
         for name in (*self.record["units"], *self.record["splits"]):
             if not is_inside(name):
                 raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
@@ -64,7 +63,6 @@ class Verification:
             self.files = set(self.store.list())
 
     def check_tokenizer(self) -> None:
-        """Check that the tokenizer is the one that the record names."""
         try:
             tokenizer = load_tokenizer(join(self.output, "tokenizer"))
         except (UserError, OSError) as error:
@@ -74,7 +72,6 @@ class Verification:
             self.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
 
     def check_split(self, split: str) -> None:
-        """Check a split's index, files, rows and counts."""
         expected = self.record["splits"][split]
         try:
             content = self.store.read(f"{split}/{INDEX}")
@@ -135,7 +132,6 @@ class Verification:
             self.faults.append(f"units/: {twice[0]} was converted twice")
 
     def check_sources(self) -> None:
-        """Check that the source files are unchanged."""
         config = ConvertConfig.model_validate(self.record["config"])
         files = [SourceFile(**file) for file in self.record["source"]["files"]]
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import zstd
 
-from biphasic.data.streams import INDEX, RowStream, read_index, read_stream_record
+from biphasic.data.streams import RowStream, read_index, read_stream_record
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
@@ -39,11 +38,9 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
     """Yield rows of a dataset with their ids, but none beyond its end. Raises a UserError if it can't be read."""
     first, row_ids = 0, sorted(set(row_ids))
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
-        store = open_store(dataset)
-        for shard in json.loads(store.read(INDEX))["shards"]:
-            in_shard = [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]
-            if in_shard:
-                content = store.read(shard_file(shard)["basename"])
+        for shard in read_index(dataset)["shards"]:
+            if in_shard := [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]:
+                content = open_store(dataset).read(shard_file(shard)["basename"])
                 yield from zip(in_shard, decode_rows(shard, content, [id - first for id in in_shard]), strict=True)
             first += shard["samples"]
 
@@ -132,9 +129,7 @@ def row_reader(
             + (": they were converted with another sequence_length" if own is not None else "")
         )
     if end is not None and (own is not None or (vocab_size is not None and end >= vocab_size)):
-        reason = (
-            f"expected an id below {vocab_size}" if own is None else "has no effect on a conversion's rows: remove it"
-        )
+        reason = "has no effect on a conversion's rows: remove it" if own else f"expected an id below {vocab_size}"
         raise UserError(f"{key}.document_end: {reason} ({dataset})")
 
     def read(row: Mapping[str, Any]) -> StoredRow:

@@ -108,14 +108,13 @@ def _s3_client(**settings: Any) -> Any:
 
 @lru_cache
 def _shared_client(
-    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **settings: Any
+    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **keys: Any
 ) -> Any:
     """Return a client for these settings; making one takes ten milliseconds. Its connections are this process's alone."""
     from botocore.config import Config
 
-    retries: Any = {"total_max_attempts": attempts, "mode": mode}
-    timeouts: Any = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
-    config = Config(retries=retries, **timeouts, **settings)
+    keys |= {"retries": {"total_max_attempts": attempts, "mode": mode}}
+    config = Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS, **keys)
     return _session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
 
@@ -178,9 +177,8 @@ def _gcs(emulator: str | None) -> FileSystem:
         return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
     # Google's clients for other languages expect the variable without a scheme.
     parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
-    return GcsFileSystem(
-        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
-    )
+    place: Any = {"scheme": parts.scheme, "endpoint_override": parts.netloc}
+    return GcsFileSystem(anonymous=True, retry_time_limit=_GCS_RETRIES, **place)
 
 
 @dataclass(frozen=True)
@@ -289,8 +287,7 @@ class S3Store(_BucketStore):
     @as_os_error()
     def list(self, below: str = "", keys_per_page: int = 1000) -> dict[str, StoredFile]:
         prefix = self._key(below).rstrip("/")
-        listing = self._client.get_paginator("list_objects_v2")
-        size = {"PageSize": keys_per_page}
+        listing, size = self._client.get_paginator("list_objects_v2"), {"PageSize": keys_per_page}
         pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", PaginationConfig=size)
         files = {
             posixpath.relpath(item["Key"], self._prefix or "."): StoredFile(item["Size"], item["ETag"].strip('"'))

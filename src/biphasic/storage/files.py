@@ -123,7 +123,6 @@ class LocalStore:
         return self._path(name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write or replace a file."""
         path = self._own_path(name)
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +197,8 @@ def _unfinished(folder: Path) -> list[str]:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file or a folder that replaces `path` at the end.
 
-    It is removed after an error. Its name contains the process and the host, because several processes may write the
-    same file, also from several machines. Those that this host's killed processes left of this file are removed.
+    It is removed after an error. Its name contains the process and the host, because several may write the same file.
+    Those that this host's killed processes left of this file are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = re.compile(rf"{UNFINISHED_PREFIX}(\d+)-{re.escape(f'{socket.gethostname()}-{path.name}')}")
@@ -238,7 +237,6 @@ def _remove(path: Path) -> None:
 
 
 def _sync(file: Path) -> None:
-    """Wait until a file's content is on the disk."""
     with file.open("rb") as content:
         os.fsync(content.fileno())
 
