@@ -50,17 +50,14 @@ def row_problems(config: PretrainConfig, conversions: Conversions, tokenizer: To
     lengths = config.row_lengths
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]
+        converted = f"{key}, {conversion.folder}, was converted with"
         if tokenizer is not None and sha256 != tokenizer.sha256:
-            problems.append(
-                f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
-                f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
-            )
+            hashes = f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]})"
+            advice = f"use {join(conversion.folder, 'tokenizer')}"
+            problems.append(f"tokenizer: {config.tokenizer} is not the one that {converted} {hashes}: {advice}")
         if length != lengths[key]:
-            section = key.partition("data.")[0]
-            problems.append(
-                f"{section}data.sequence_length is {lengths[key]}, but {key}, {conversion.folder}, was converted with "
-                f"sequence_length: {length}"
-            )
+            own = f"{key.partition('data.')[0]}data.sequence_length is {lengths[key]}"
+            problems.append(f"{own}, but {converted} sequence_length: {length}")
     return problems
 
 
@@ -125,9 +122,9 @@ def check_rows(config: PretrainConfig) -> RowChecks:
         if tokens > rows:
             checks.problems.append(f"model.vocab_size is {rows:,}, but the tokenizer has {tokens:,} tokens")
         elif rows > tokens * (1 + _MAX_UNUSED):
+            unused = f"the other rows of embedding and head are never used (expected {tokens:,}, or a little more)"
             checks.warnings.append(
-                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: the other rows of embedding "
-                f"and head are never used (expected {tokens:,}, or a little more)"
+                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}"
             )
     return checks
 

@@ -55,7 +55,7 @@ from biphasic.conversion.sources import (
     inspect_files,
 )
 from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
-from biphasic.conversion.worker import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
+from biphasic.conversion.worker import ConversionContext, Records, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.data.bulk_encoding import Backend, DifferentIdsError, choose_backend
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
@@ -185,13 +185,11 @@ class _Driver:
     be fewer: if the limit then lies in this unit, it is converted a second time.
     """
 
-    def __init__(
-        self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: dict[str, UnitRecord]
-    ):
+    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: Records):
         self.context, self.units, self.damaged = context, units, damaged
         self.faults = _stopping_faults(context.config, damaged)
         self.stopping = False
-        self.records: dict[str, UnitRecord] = {}
+        self.records: Records = {}
         self._taken = 0  # training tokens of the finished units before the next job
         for unit, remaining in self._remaining():
             record = earlier.get(unit.name)

@@ -19,7 +19,7 @@ from biphasic.conversion.shard_writer import HASH
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
 from biphasic.conversion.tokenizer_checks import merge_checks
-from biphasic.conversion.worker import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
+from biphasic.conversion.worker import FREE_KEYS, ConversionContext, Records, UnitRecord, WorkUnit, unit_record_file
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX
@@ -112,7 +112,7 @@ def require_same_files(record: dict[str, Any], output: str, files: list[SourceFi
 @contextmanager
 def lock_output(
     context: ConversionContext, units: list[WorkUnit], commit: str | None
-) -> Iterator[tuple[Store, dict[str, UnitRecord]]]:
+) -> Iterator[tuple[Store, Records]]:
     """Lock an output for this process, and yield its store and the records of units finished earlier, by unit name.
 
     `commit` is that of a hub dataset. A bucket is not locked, because two conversions with the same settings only do the
@@ -158,7 +158,7 @@ def write_error_message(output: str, error: OSError) -> str:
     return f"{place}: can't be written ({first_line(error)}); {advice}"
 
 
-def read_unit_records(store: Store) -> dict[str, UnitRecord]:
+def read_unit_records(store: Store) -> Records:
     """Return the records of the finished units, by unit name. Raises a UserError if one can't be read."""
     names = list(store.list("units"))
     records = mapped_ahead(lambda name: _read_json(store, name), names, _READERS)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
-from biphasic.conversion.worker import ConversionContext, Report, UnitRecord, WorkUnit, convert_unit
+from biphasic.conversion.worker import ConversionContext, Records, Report, UnitRecord, WorkUnit, convert_unit
 from biphasic.data.bulk_encoding import BulkEncoder
 from biphasic.errors import UserError
 from biphasic.processes import available_cores
@@ -38,7 +38,7 @@ class UnitResult(NamedTuple):
 class Progress:
     """A progress bar over the text of all units or, with `max_tokens`, over the tokens. `records` are of finished units."""
 
-    def __init__(self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord]):
+    def __init__(self, config: ConvertConfig, units: list[WorkUnit], records: Records):
         self.units, self._limit, self._tokens = units, config.max_tokens, 0
         size = sum(unit.bytes for unit in units)
         text = f"{len(units)} work unit{'s' * (len(units) > 1)} ({size / 1e6:,.1f} MB)"

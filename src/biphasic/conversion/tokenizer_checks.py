@@ -33,10 +33,8 @@ def tokenizer_remarks(config: ConvertConfig, tokenizer: Tokenizer) -> list[str]:
         remarks.append(f"{place}: has no unknown token, and leaves out characters that are not in its vocabulary")
     if tokenizer.puts_bos and not config.add_bos:
         name = tokenizer.tokenizer.id_to_token(tokenizer.require("bos"))
-        remarks.append(
-            f"{place}: puts {name} (BOS) before each text, and the rows have none: a model that was trained with it and "
-            "is continued on these rows needs add_bos=true"
-        )
+        advice = "a model that was trained with it and is continued on these rows needs add_bos=true"
+        remarks.append(f"{place}: puts {name} (BOS) before each text, and the rows have none: {advice}")
     return remarks
 
 
@@ -81,10 +79,8 @@ def text_warnings(checks: dict[str, Any]) -> list[str]:
     warnings, names = [], Counter(checks["special_names"])
     if names:
         named = ", ".join(f"{name} ({count:,})" for name, count in names.most_common(_NAMED))
-        warnings.append(
-            "the text holds names of special tokens, which are encoded as plain text: "
-            f"{named}{' and others' * (len(names) > _NAMED)}; if one separates documents, set source.separator"
-        )
+        named += " and others" * (len(names) > _NAMED) + "; if one separates documents, set source.separator"
+        warnings.append(f"the text holds names of special tokens, which are encoded as plain text: {named}")
     share = checks["unknown_tokens"] / max(checks["tokens"], 1)
     if share >= _MUCH_UNKNOWN:
         warnings.append(f"{share:.0%} of the tokens stand for text that is unknown to the tokenizer")

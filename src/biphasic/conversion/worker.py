@@ -56,6 +56,8 @@ from biphasic.grouping import groups_up_to
 from biphasic.storage import Store, json_bytes, open_store
 
 UnitRecord = dict[str, Any]
+Records = dict[str, UnitRecord]
+"""Records of work units by the units' names."""
 _COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after reading it."""
 _FORMAT = 3

@@ -54,10 +54,9 @@ class BulkEncoder:
         start = len(self._tokenizer.tokenizer.decode(expected[:place], skip_special_tokens=False))
         name = self._tokenizer.tokenizer.id_to_token
         names = [[name(int(token)) for token in each[place : place + 3]] for each in (ids, expected)]
-        raise DifferentIdsError(
-            f"tokenizer {self._tokenizer.source}: gigatoken and tokenizers encode a text of {len(text):,} characters "
-            f"differently, from {text[start : start + _SHOWN]!r}: {names[0]} and {names[1]}"
-        )
+        problem = f"gigatoken and tokenizers encode a text of {len(text):,} characters differently"
+        where = f"from {text[start : start + _SHOWN]!r}: {names[0]} and {names[1]}"
+        raise DifferentIdsError(f"tokenizer {self._tokenizer.source}: {problem}, {where}")
 
 
 def choose_backend(tokenizer: Tokenizer, wanted: Backend | Literal["auto"], texts: list[str]) -> tuple[Backend, str]:

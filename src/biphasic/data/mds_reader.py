@@ -123,11 +123,9 @@ def row_reader(
         )
     column, array_type, stored_length = ("tokens", *own.groups()) if own is not None else ids[0].groups()
     if stored_length is not None and int(stored_length) != length:
-        raise UserError(
-            f"{key.partition('data.')[0]}data.sequence_length is {length}, but the rows of {key} in {dataset} have "
-            f"{stored_length} tokens"
-            + (": they were converted with another sequence_length" if own is not None else "")
-        )
+        section, reason = key.partition("data.")[0], ": they were converted with another sequence_length" if own else ""
+        problem = f"the rows of {key} in {dataset} have {stored_length} tokens{reason}"
+        raise UserError(f"{section}data.sequence_length is {length}, but {problem}")
     if end is not None and (own is not None or (vocab_size is not None and end >= vocab_size)):
         reason = "has no effect on a conversion's rows: remove it" if own else f"expected an id below {vocab_size}"
         raise UserError(f"{key}.document_end: {reason} ({dataset})")

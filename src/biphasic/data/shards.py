@@ -180,30 +180,27 @@ def index_hashes(streams: dict[str, RowStream]) -> dict[str, str]:
     return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
-def require_first_shard(stream: RowStream) -> None:
-    """Read a dataset's index and first shard, and check the shard's hash. Raises a UserError if anything fails."""
-    import xxhash
-
-    dataset = stream.remote or stream.local
-    file = _files(dataset)[0]
-    with user_errors(f"dataset {dataset}: its first shard can't be read"):
-        content = open_store(dataset).read(file["basename"])
-    expected = file["hashes"].get("xxh64")
-    if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
-        raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
-
-
-def require_shards(stream: RowStream) -> None:
-    """Check that all shards of a dataset, which a run reads later, are stored with their sizes, and read the first one.
+def require_shards(stream: RowStream, only_first: bool = False) -> None:
+    """Read a dataset's index and first shard, and check the shard's hash and, unless `only_first`, the sizes of all shards.
 
     Raises a UserError if anything fails.
     """
-    require_first_shard(stream)
+    import xxhash
+
     dataset = stream.remote or stream.local
+    _require_dataset(dataset, dataset)
+    with user_errors(f"dataset {dataset}: its first shard can't be read", LookupError):
+        files = [shard_file(shard) for shard in read_index(dataset)["shards"]]
+        first, content = files[0], open_store(dataset).read(files[0]["basename"])
+    expected = first["hashes"].get("xxh64")
+    if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
+        raise UserError(f"shard {dataset}/{first['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
+    if only_first:
+        return
     with user_errors(f"dataset {dataset}: can't be listed"):
         store = open_store(dataset)
         listed = store.list()
-        for file in _files(dataset):
+        for file in files:
             name, size = file["basename"], int(file["bytes"])
             # Its folder may be a link, which the list of a local folder leaves out.
             stored = listed.get(name) or store.stat(name)
@@ -211,12 +208,6 @@ def require_shards(stream: RowStream) -> None:
                 problem = "is missing" if stored is None else f"has {stored.bytes:,} bytes instead of {size:,}"
                 advice = "restore it before the run, which would stop when it needs it"
                 raise UserError(f"shard {dataset}/{name}: {problem}: {advice}")
-
-
-def _files(dataset: str) -> list[dict[str, Any]]:
-    _require_dataset(dataset, dataset)
-    with user_errors(f"dataset {dataset}: its {INDEX} can't be read", LookupError):
-        return [shard_file(shard) for shard in read_index(dataset)["shards"]]
 
 
 def _require_dataset(dataset: str, local: str) -> None:
@@ -227,7 +218,6 @@ def _require_dataset(dataset: str, local: str) -> None:
         is_unfinished = open_store(conversion).stat(CONVERSION_STARTED) is not None
     if is_unfinished:
         advice = "run `biphasic verify` on it to see which work units are missing"
-        raise UserError(
-            f"{conversion}: its conversion is not finished; {advice}, and `biphasic convert` again to finish it"
-        )
+        advice = f"{advice}, and `biphasic convert` again to finish it"
+        raise UserError(f"{conversion}: its conversion is not finished; {advice}")
     raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")

@@ -66,15 +66,10 @@ class _SizedSharedMemory(shared_memory.SharedMemory):
 def require_shared_memory(rows: int, row_length: int, batch_rows: int, loaders: int) -> str:
     """Return a line on /dev/shm, whose room must suffice: where it ends, the kernel ends the process (SIGBUS, "Bus error").
 
-    Args:
-        rows: rows of an epoch, whose order Streaming keeps there (8 bytes each).
-        row_length: tokens of a row.
-        batch_rows: rows of a rank's batch, of which each of this machine's `loaders` processes keeps up to three there (12
-            bytes a token).
-
-    Raises:
-        UserError: there is less room.
+    Streaming keeps the order of an epoch's `rows` there, and each of this machine's `loaders` processes up to three batches
+    of `batch_rows` rows of `row_length` tokens. Raises a UserError if there is less room.
     """
+    # A row's place takes 8 bytes, a token 12.
     need = 8 * rows + 12 * row_length * batch_rows * 3 * loaders
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < need:
