@@ -2,8 +2,7 @@
 
 Keys such as the model, the data and the seed affect every batch. The phases, and the parts of the schedule (warmup,
 constant rate, decay), follow each other, and each determines its own batches. So two runs are equal up to the first phase
-or part whose start or settings differ. `compare_histories` decides which batches the runs of a study share;
-`compare_pasts` what a restart may change, and which checkpoints of other runs a run may use.
+or part whose start or settings differ. This decides which batches the runs of a study share, and what a restart may change.
 """
 
 from __future__ import annotations

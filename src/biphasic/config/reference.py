@@ -39,7 +39,6 @@ class KeySection(NamedTuple):
     keys: tuple[Key, ...]
 
     def path(self, key: Key) -> str:
-        """Return the dotted key of one of the section's keys."""
         return f"{self.key}.{key.name}".lstrip(".")
 
     def describe(self, note: str = "") -> str:

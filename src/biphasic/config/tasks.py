@@ -229,12 +229,11 @@ class TasksConfig(JobConfig):
             for key, dataset, splits in source_datasets(f"tasks.{name}", task):
                 if dataset.path is None and dataset.files is None:
                     yield [key], "expected `path` (a hub id or a folder), `files`, or both"
-                elif dataset.path is None:
-                    message = "has no effect without `path`"
-                    yield from dataset.require_defaults(("name", "revision"), key, [f"{key}.path"], message)
-                else:
-                    message = "has no effect with `path`; expected local `files` alone"
-                    yield from dataset.require_defaults(("columns",), key, [f"{key}.path"], message)
+                    continue
+                names, message = ("columns",), "has no effect with `path`; expected local `files` alone"
+                if dataset.path is None:
+                    names, message = ("name", "revision"), "has no effect without `path`"
+                yield from dataset.require_defaults(names, key, [f"{key}.path"], message)
                 for split in splits:
                     if dataset.files is not None and split not in dataset.files:
                         given = ", ".join(dataset.files)

@@ -78,9 +78,13 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     finished = read_record(config.output)
     if finished is not None:
         require_same_settings("a conversion", finished["config"], finished["tokenizer"], context)
-        commit = finished["source"]["commit"]
-        if isinstance(config.source, HubSource):
-            _require_same_commit(config.source, commit, config.output)
+        commit, source = finished["source"]["commit"], config.source
+        if isinstance(source, HubSource) and source.revision not in (None, commit):
+            with user_errors(f"source.revision: {source.revision}: can't be looked up", ValueError):
+                named = hub_commit(source.path, source.revision)
+            if named != commit:
+                message = f"holds a conversion of commit {commit}, not of source.revision: {source.revision}"
+                raise UserError(f"output {config.output} {message}: choose another output, or remove it")
         require_same_files(finished, config.output, source_files(config, commit).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
@@ -141,14 +145,6 @@ def check_encoding(config: ConvertConfig, tokenizer: Tokenizer, texts: list[str]
     compared = [text[:_COMPARED_CHARACTERS] for text in texts[:: -(-len(texts) // _COMPARED_TEXTS) or 1]]
     backend, reason = choose_backend(tokenizer, config.tokenizer_backend, compared)
     return backend, [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]
-
-
-def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:
-    revision = source.revision
-    with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
-        if revision not in (None, commit) and hub_commit(source.path, revision) != commit:
-            message = f"holds a conversion of commit {commit}, not of source.revision: {revision}"
-            raise UserError(f"output {output} {message}: choose another output, or remove it")
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:

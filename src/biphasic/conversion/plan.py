@@ -63,10 +63,7 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
 
 
 def _add_files(plan: JobPlan, config: ConvertConfig) -> None:
-    """Add the sources' files to a plan and, if nothing is missing, an estimate from a sample of their text.
-
-    Raises a UserError if the sources or the tokenizer can't be used, or no document was found.
-    """
+    """Add the sources' files to a plan and, if nothing is missing, an estimate from a sample of their text."""
     sources, layouts = inspect_sources(config)
     units = plan_work_units(layouts, config.unit_bytes)
     readable = [layout for layout in layouts if layout.fault is None]

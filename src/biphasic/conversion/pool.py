@@ -55,7 +55,6 @@ class Progress:
         self._bar.close()
 
     def add(self, tokens: int, size: int) -> None:
-        """Add tokens and text bytes that workers have converted."""
         if size and not self._tokens:
             self._bar.unpause()  # the rate excludes the workers' start-up time
         self._tokens += tokens

@@ -60,7 +60,6 @@ class TextChecks:
             self._unknown += int(np.count_nonzero(tokens == self._unknown_id))
 
     def record(self) -> dict[str, Any]:
-        """Return the counts for `merge_checks`."""
         names = dict(self._special_names.most_common(50))
         return {"special_names": names, "tokens": self._tokens, "unknown_tokens": self._unknown}
 

@@ -106,10 +106,9 @@ class Verification:
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
                 self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")
-        self.summary.append(
-            f"{split}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {expected['documents']:,} documents, "
-            f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
-        )
+        rows = f"{counts['rows']:,} rows, {counts['tokens']:,} tokens, {expected['documents']:,} documents"
+        stored = f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
+        self.summary.append(f"{split}: {rows}, {stored}")
 
     def check_units(self) -> None:
         """Check that the record of each work unit is there, and no file or row group is in two of them."""

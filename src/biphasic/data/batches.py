@@ -178,10 +178,8 @@ class TrainingBatches(Callback):
             source.wait_until_closed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data.
-
-        It is one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
-        """
+        """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data."""
+        # As one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
         return {"phases": json.dumps({"starts": self._starts})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 from biphasic.data.mds_reader import ShardError, shard_file
 from biphasic.data.streams import CONVERSION_STARTED, INDEX, RowStream, read_index, split_conversion_path
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.storage import atomic_path, azure_account, file_hash, is_inside, is_unreachable, open_store, user_errors
+from biphasic.storage import atomic_path, file_hash, is_inside, is_unreachable, open_store, user_errors
+from biphasic.storage.buckets import azure_account
 from biphasic.versions import require_form
 
 _DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120

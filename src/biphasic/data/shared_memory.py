@@ -73,11 +73,10 @@ def require_shared_memory(rows: int, row_length: int, batch_rows: int, loaders: 
     need = 8 * rows + 12 * row_length * batch_rows * 3 * loaders
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < need:
-        raise UserError(
-            f"{_SHARED_MEMORY}: {format_bytes(free)} free, but the order of {rows:,} rows and the loaders' batches need "
-            f"{format_bytes(need)}: start the container with more, such as docker run --shm-size=16g or, in Kubernetes, an "
-            "emptyDir of medium Memory there"
-        )
+        problem = f"the order of {rows:,} rows and the loaders' batches need {format_bytes(need)}"
+        options = "docker run --shm-size=16g or, in Kubernetes, an emptyDir of medium Memory there"
+        advice = f"start the container with more, such as {options}"
+        raise UserError(f"{_SHARED_MEMORY}: {format_bytes(free)} free, but {problem}: {advice}")
     return f"{_SHARED_MEMORY}: {format_bytes(free)} free for {format_bytes(need)}"
 
 

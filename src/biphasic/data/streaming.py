@@ -254,11 +254,10 @@ def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:
     # Streaming itself requires space for four shards.
     smallest = indexes + max(shards, 4) * largest
     if limit < smallest:
-        raise UserError(
-            f"data.cache_limit: {limit:,}b is too small: a node reads rows of up to {shards:,} shards at a time, "
-            f"the largest of {largest:,} bytes unpacked and packed; expected at least {smallest:,}b, or a smaller "
-            f"data.predownload (now {dataset.predownload:,}) or data.shuffle_block_size"
-        )
+        need = f"rows of up to {shards:,} shards at a time, the largest of {largest:,} bytes unpacked and packed"
+        other = f"a smaller data.predownload (now {dataset.predownload:,}) or data.shuffle_block_size"
+        problem = f"{limit:,}b is too small: a node reads {need}"
+        raise UserError(f"data.cache_limit: {problem}; expected at least {smallest:,}b, or {other}")
 
 
 def _shards_in_use(dataset: StreamingDataset, workers: int) -> int:

@@ -242,9 +242,9 @@ def _read(folder: Path, source: str) -> Tokenizer:
     if dropout is not None:
         dropout = round(dropout, 6)  # the library keeps it in fp32
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
-    named = _json(folder / "special_tokens_map.json", source)
-    settings = _json(folder / "tokenizer_config.json", source)
-    settings = {**{key: value for key, value in named.items() if key.endswith("_token")}, **settings}
+    named = _json(folder / "special_tokens_map.json", source).items()
+    settings = {key: value for key, value in named if key.endswith("_token")}
+    settings |= _json(folder / "tokenizer_config.json", source)
     ids: dict[str, int | None] = {}
     for role in _ROLES:
         name = _token_name(settings.get(f"{role}_token") or settings.get(_SUBSTITUTES.get(role, "")))

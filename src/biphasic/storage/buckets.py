@@ -136,11 +136,8 @@ def _s3(endpoint: str | None, bucket: str) -> FileSystem:
     from botocore.utils import get_environ_proxies
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
-    settings: dict[str, Any] = {
-        "connect_timeout": CONNECT_SECONDS,
-        "request_timeout": READ_SECONDS,
-        "retry_strategy": AwsStandardS3RetryStrategy(_attempts()),
-    }
+    settings: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "request_timeout": READ_SECONDS}
+    settings["retry_strategy"] = AwsStandardS3RetryStrategy(_attempts())
     if endpoint is None:
         settings["region"] = _bucket_region(bucket)
         url = f"https://{bucket}.s3.{settings['region']}.amazonaws.com"
