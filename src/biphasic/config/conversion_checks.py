@@ -64,9 +64,8 @@ def row_problems(config: PretrainConfig, conversions: Conversions, tokenizer: To
 def bos_warning(place: str, conversions: Conversions) -> str | None:
     """Return a warning if the tokenizer of `init_from` puts BOS before each text, and converted rows have none."""
     without = [each.folder for each in conversions.values() if not each.record.get("config", {}).get("add_bos")]
-    is_checkpoint = Path(place).is_file() or Path(place, ".metadata").is_file()
-    if not without or is_checkpoint:  # which continues on rows such as its own
-        return None
+    if not without or Path(place).is_file() or Path(place, ".metadata").is_file():
+        return None  # a checkpoint continues on rows such as its own
     with suppress(UserError):
         tokenizer = load_tokenizer(place)
         if tokenizer.puts_bos:

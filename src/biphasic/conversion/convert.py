@@ -184,8 +184,7 @@ class _Driver:
     def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: Records):
         self.context, self.units, self.damaged = context, units, damaged
         self.faults = _stopping_faults(context.config, damaged)
-        self.stopping = False
-        self.records: Records = {}
+        self.stopping, self.records = False, Records()
         self._taken = 0  # training tokens of the finished units before the next job
         for unit, remaining in self._remaining():
             record = earlier.get(unit.name)

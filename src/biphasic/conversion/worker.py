@@ -245,8 +245,7 @@ class _UnitConversion:
         self.config, self.store = context.config, open_store(context.config.output)
         self.read = self.filtered = self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
-        self.examples: list[str] = []
-        self.damaged: list[str] = []
+        self.examples, self.damaged = list[str](), list[str]()
         self.checks = TextChecks(context.tokenizer)
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
@@ -366,9 +365,8 @@ class _Split:
 
     def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
         config, tokenizer, segments = context.config, context.tokenizer, context.config.segments
-        self.name = name
+        self.name, self._unit, self._uploads = name, unit.name, uploads
         self.documents = self.tokens = self.rows = self._uploaded = 0
-        self._unit, self._uploads = unit.name, uploads
         length = config.sequence_length
         if segments.kind == "stream":
             seed = document_number(f"cuts {config.seed} {unit.name} {name}")

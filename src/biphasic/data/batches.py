@@ -94,7 +94,6 @@ class _Source:
         self._parts = self._next = self.loader._iterator = None
 
     def wait_until_closed(self) -> None:
-        """Wait until the loader's processes have ended after `close`."""
         if self._closing is not None:
             self._closing.join()
 

@@ -98,8 +98,7 @@ class LocalStore:
     """
 
     def __init__(self, root: str):
-        self.root = root
-        self._folder = Path(root)
+        self.root, self._folder = root, Path(root)
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`.

@@ -37,9 +37,8 @@ def _broken(place: Store, name: str, parts: str) -> list[str]:
     place.write(name, first)
     before, listed = place.stat(name), place.list().get(name)
     if listed is None or before is None or listed.bytes != len(first):
-        broken.append(
-            "a file isn't listed once it is written: two starts at once could both train, and checkpoints be missed"
-        )
+        lost = "two starts at once could both train, and checkpoints be missed"
+        broken.append(f"a file isn't listed once it is written: {lost}")
     place.write(name, second)
     if place.read(name) != second:
         broken.append("a file that was overwritten is read as it was: heartbeats of a lock could be missed")
