@@ -357,10 +357,8 @@ def _passes(value: Any, condition: FilterConfig) -> bool:
     for each in values:
         for name, others in (("any_of", any_of or []), ("none_of", none_of)):
             if wrong := [other for other in others if _type_name(other) != _type_name(each)]:
-                held, given = (
-                    f"{_type_name(each)}, such as {each!r}",
-                    f"{_type_name(wrong[0])} ({json.dumps(wrong[0])})",
-                )
+                held = f"{_type_name(each)}, such as {each!r}"
+                given = f"{_type_name(wrong[0])} ({json.dumps(wrong[0])})"
                 reason = "YAML reads words such as no, on, 2013 and 12:30 as text only in quotes"
                 raise UserError(f"filters: column {condition.column!r} holds {held}, and {name} has {given}: {reason}")
     return in_range and (any_of is None or any(v in any_of for v in values)) and not any(v in none_of for v in values)
