@@ -175,10 +175,12 @@ class _ZstdReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._unpacked = self._unpacked or next(self._blocks, self._unpacked)
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
-        return size
+        filled = 0
+        while filled < len(buffer) and (block := self._unpacked or next(self._blocks, None)):
+            size = min(len(buffer) - filled, len(block))
+            buffer[filled : filled + size], self._unpacked = block[:size], block[size:]
+            filled += size
+        return filled
 
 
 def _unpacked(stream: Any) -> Iterator[memoryview]:
