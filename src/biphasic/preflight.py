@@ -27,7 +27,7 @@ from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import stored_row_problems
-from biphasic.data.shards import require_first_shard
+from biphasic.data.shards import require_shards
 from biphasic.data.shared_memory import require_shared_memory
 from biphasic.data.streams import INDEX, RowStream, opened_streams, read_conversions
 from biphasic.data.tokenizer import load_tokenizer
@@ -275,7 +275,7 @@ def _data(config: PretrainConfig) -> str:
     tokenizer = load_tokenizer(config.tokenizer)
     conversion_record(config, tokenizer, read_conversions(config.streams))
     for stream in config.splits.values():
-        require_first_shard(stream)
+        require_shards(stream, only_first=True)
     if problems := stored_row_problems(config.splits, config.row_lengths, tokenizer.vocab_size, first_shards=True):
         raise UserError("\n".join(problems))
     splits = len(config.splits)

@@ -57,7 +57,7 @@ def test_the_draw_does_not_depend_on_workers(config_for: Make, tmp_path: Path) -
 def test_large_texts_are_drawn_by_the_fraction_alone(config_for: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_for(sentences(500), validation_fraction=0.1)
     layouts = inspect_sources(config)[1]
-    assert draw_validation(config, layouts).description.endswith(" of 500 documents")
+    assert draw_validation(config, layouts)[1].endswith(" of 500 documents")
     monkeypatch.setattr(sources, "_COUNTED_ENTRIES", 100)
     assert draw_validation(config, layouts) == (validation_end(0.1), "about 50 of 500 documents")
 

@@ -14,7 +14,8 @@ import boto3
 from biphasic.config.data import DataConfig
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
-from biphasic.storage import azure_account, open_store
+from biphasic.storage import open_store
+from biphasic.storage.buckets import azure_account
 
 
 def client() -> Any:

@@ -10,15 +10,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, WithJsonSchema
 
 from biphasic.storage.files import PASSWORD
 
@@ -57,11 +49,7 @@ def named(name: str) -> WithJsonSchema:
     return WithJsonSchema({"format": name})
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-whole = BeforeValidator(_whole)
+whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """An annotation for integers that may be written as `1e9`, which YAML reads as a float. It follows the limits."""
 # Integers must fit 64 bits, as arrays, records and other programs expect. Composer and numpy need 32-bit seeds.
 Positive = Annotated[int, Field(gt=0, lt=2**63), whole]
@@ -94,20 +82,15 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def fields_of(template: str) -> list[str]:
-    """Return the names in braces in a template."""
-    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-
-
 def template(*names: str, required: str = "") -> AfterValidator:
     """Return an annotation for templates that contain only these names in braces, and the `required` one."""
 
     def check(text: str) -> str:
         try:
-            fields = fields_of(text)
+            fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
         except ValueError as error:
             raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None
-        if not {required} - {""} <= set(fields) <= set(names):
+        if not {required} - {""} <= fields <= set(names):
             expected = f"expected a text{f' with {{{required}}}' * bool(required)} and no fields but "
             raise ValueError(f"{expected}{', '.join(f'{{{name}}}' for name in names)}; got {text!r}")
         return text
@@ -169,7 +152,6 @@ class RunConfig(JobConfig):
 
     @property
     def run_folder(self) -> Path:
-        """`output/run_name`."""
         return Path(self.output) / self.run_name
 
 

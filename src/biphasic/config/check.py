@@ -35,16 +35,19 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
     `jobs` are the allowed values of `job`; `source` returns where a key was written. Raises a ConfigError that lists
     every unknown key, wrong type and impossible combination.
     """
-    problems, config = _validate(content, jobs, source)
+    if (job := content.get("job")) not in jobs:
+        got = f"got {job!r}, " if "job" in content else "is missing; "
+        message = f"{got}expected one of {', '.join(jobs)}{_nearest(job, jobs)}"
+        raise ConfigError([Problem(source("job"), "job", message)])
+    problems, config = _validate(content, source)
     broken = {problem.key for problem in problems}
     if problems:
         # Check the other keys without the invalid ones, so that one call reports everything.
         for key in sorted(broken, key=len, reverse=True):
             _remove(content, key.split("."))
-        more, config = _validate(content, jobs, source)
-        if more:
-            raise ConfigError(sorted(problems))
-    assert config is not None
+        _, config = _validate(content, source)
+    if config is None:
+        raise ConfigError(sorted(problems))
     values = dict(flatten(config))
     for keys, message in [*text_problems(config), *config.problems(ranks)]:
         if not any(within(key, other) or within(other, key) for key in keys for other in broken):
@@ -56,15 +59,9 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
     return config
 
 
-def _validate(
-    content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str]
-) -> tuple[list[Problem], JobConfig | None]:
-    if (job := content.get("job")) not in jobs:
-        got = f"got {job!r}, " if "job" in content else "is missing; "
-        message = f"{got}expected one of {', '.join(jobs)}{_nearest(job, jobs)}"
-        return [Problem(source("job"), "job", message)], None
+def _validate(content: dict[Any, Any], source: Callable[[str], str]) -> tuple[list[Problem], JobConfig | None]:
     try:
-        return [], schema_of(job).model_validate(content)
+        return [], schema_of(content["job"]).model_validate(content)
     except ValidationError as error:
         errors = error.errors()
     details: dict[tuple[str, ...], list[ErrorDetails]] = {}
@@ -85,9 +82,8 @@ def _validate(
 
 def _remove(content: Any, keys: list[str]) -> None:
     with suppress(LookupError, TypeError):  # a key that is missing
-        for key in keys[:-1]:
-            content = content[int(key) if isinstance(content, list) else key]
-        del content[int(keys[-1]) if isinstance(content, list) else keys[-1]]
+        above = _value_at(keys[:-1], content)
+        del above[int(keys[-1]) if isinstance(above, list) else keys[-1]]
 
 
 def _is_type(detail: ErrorDetails) -> bool:
@@ -138,7 +134,6 @@ def _got(value: object) -> str:
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """Return the expected value of an error."""
     kind = detail["type"]
     if kind == "literal_error":
         expected = detail["ctx"]["expected"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
@@ -180,6 +175,5 @@ def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True)
 
 
 def _nearest(value: object, allowed: Iterable[str]) -> str:
-    """Return a question with the allowed value nearest to a wrong one, or an empty string."""
     near = difflib.get_close_matches(str(value), list(allowed), 1, 0.4)
     return f" (did you mean `{near[0]}`?)" if near else ""

@@ -26,6 +26,7 @@ from biphasic.errors import UserError
 from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
+Conversions = Mapping[str, StreamRecord]
 _MAX_UNUSED = 0.1
 """Unused share of a model's vocabulary that gives no warning, because sizes are often rounded up."""
 
@@ -43,42 +44,35 @@ class RowChecks:
     vocab_size: int | None = field(default=None, compare=False)
 
 
-def row_problems(
-    config: PretrainConfig, conversions: dict[str, StreamRecord], tokenizer: Tokenizer | None
-) -> list[str]:
+def row_problems(config: PretrainConfig, conversions: Conversions, tokenizer: Tokenizer | None) -> list[str]:
     """Return why the run can't read the rows of conversions: another tokenizer (unless None) or sequence length."""
     problems = []
     lengths = config.row_lengths
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]
+        converted = f"{key}, {conversion.folder}, was converted with"
         if tokenizer is not None and sha256 != tokenizer.sha256:
-            problems.append(
-                f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
-                f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
-            )
+            hashes = f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]})"
+            advice = f"use {join(conversion.folder, 'tokenizer')}"
+            problems.append(f"tokenizer: {config.tokenizer} is not the one that {converted} {hashes}: {advice}")
         if length != lengths[key]:
-            section = key.partition("data.")[0]
-            problems.append(
-                f"{section}data.sequence_length is {lengths[key]}, but {key}, {conversion.folder}, was converted with "
-                f"sequence_length: {length}"
-            )
+            own = f"{key.partition('data.')[0]}data.sequence_length is {lengths[key]}"
+            problems.append(f"{own}, but {converted} sequence_length: {length}")
     return problems
 
 
-def bos_warning(place: str, conversions: Mapping[str, StreamRecord]) -> str | None:
+def bos_warning(place: str, conversions: Conversions) -> str | None:
     """Return a warning if the tokenizer of `init_from` puts BOS before each text, and converted rows have none."""
     without = [each.folder for each in conversions.values() if not each.record.get("config", {}).get("add_bos")]
-    is_checkpoint = Path(place).is_file() or Path(place, ".metadata").is_file()
-    if not without or is_checkpoint:  # which continues on rows such as its own
-        return None
+    if not without or Path(place).is_file() or Path(place, ".metadata").is_file():
+        return None  # a checkpoint continues on rows such as its own
     with suppress(UserError):
         tokenizer = load_tokenizer(place)
         if tokenizer.puts_bos:
             name = tokenizer.tokenizer.id_to_token(tokenizer.require("bos"))
-            return (
-                f"model.init_from {place}: its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} "
-                "have none: if the model was trained with it, convert the text with add_bos=true"
-            )
+            problem = f"its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} have none"
+            advice = "if the model was trained with it, convert the text with add_bos=true"
+            return f"model.init_from {place}: {problem}: {advice}"
     return None
 
 
@@ -127,20 +121,17 @@ def check_rows(config: PretrainConfig) -> RowChecks:
         if tokens > rows:
             checks.problems.append(f"model.vocab_size is {rows:,}, but the tokenizer has {tokens:,} tokens")
         elif rows > tokens * (1 + _MAX_UNUSED):
+            unused = f"the other rows of embedding and head are never used (expected {tokens:,}, or a little more)"
             checks.warnings.append(
-                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: the other rows of embedding "
-                f"and head are never used (expected {tokens:,}, or a little more)"
+                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}"
             )
     return checks
 
 
-def conversion_record(
-    config: PretrainConfig, tokenizer: Tokenizer, conversions: dict[str, StreamRecord]
-) -> dict[str, Any]:
+def conversion_record(config: PretrainConfig, tokenizer: Tokenizer, conversions: Conversions) -> dict[str, Any]:
     """Return how the training data was converted, for the run record; empty if no stream has a conversion record.
 
-    Raises:
-        UserError: a stream was converted with another tokenizer or sequence length.
+    Raises a UserError if a stream was converted with another tokenizer or sequence length.
     """
     if problems := row_problems(config, conversions, tokenizer):
         raise UserError("\n".join(problems))
@@ -153,7 +144,7 @@ def conversion_record(
     return {**record, "later": later} if later else record
 
 
-def _data_record(inputs: PhaseInputs, conversions: dict[str, StreamRecord]) -> dict[str, Any]:
+def _data_record(inputs: PhaseInputs, conversions: Conversions) -> dict[str, Any]:
     """Return source and size of a phase's data, as far as its streams have records."""
     streams: dict[str, dict[str, Any]] = {}
     for key in filter(conversions.__contains__, inputs.streams):

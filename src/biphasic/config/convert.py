@@ -152,7 +152,6 @@ class ConvertConfig(JobConfig):
     """`zstd`, or `zstd:LEVEL` (1 to 22). Null: no compression."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values."""
         segments = self.segments
         if segments.kind == "stream" and 2 * segments.shortest >= self.sequence_length:
             message = f"expected less than half of sequence_length ({self.sequence_length})"

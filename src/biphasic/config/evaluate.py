@@ -59,12 +59,11 @@ class EvaluateConfig(RunConfig):
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values."""
         if not (self.tasks or self.benchmarks or self.sets):
             yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
         if not self.sets and not self.is_default("sets_language"):
             yield ["sets_language", "sets"], "has no effect without sets"
-        names = [set_name(path) for path in self.sets]
+        names = [PurePath(path).name for path in self.sets]
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield ["sets"], f"has two folders with the same name, {name}: results are stored by it"
@@ -74,8 +73,3 @@ class EvaluateConfig(RunConfig):
             for name in getattr(self, key):
                 if not self.benchmarks and name not in (*self.tasks, *names):
                     yield [f"{key}.{name}"], "expected a name from tasks, benchmarks or sets"
-
-
-def set_name(path: str) -> str:
-    """Return the task name of a folder in `sets`, which is the folder's name."""
-    return PurePath(path.rstrip("/")).name

@@ -42,8 +42,6 @@ class EncoderConfig(Section):
 
 
 class _TaskConfig(Section):
-    """Keys that all kinds of tasks have."""
-
     name: Name
     """Name of the task in records and tables."""
     data: Address
@@ -59,7 +57,8 @@ class _TaskConfig(Section):
     @property
     def family(self) -> str:
         """The kind of dataset that the task needs, and its group in tables."""
-        return self.kind  # pyright: ignore[reportAttributeAccessIssue] - each kind of task has one
+        kind: str = self.kind  # pyright: ignore[reportAttributeAccessIssue] - each kind of task has one
+        return "question_answering" if kind == "answer_tokens" else kind
 
     def shown(self, name: str) -> list[tuple[str, str]]:
         """Return a test set's names in tables, with the metrics: `conll2003` for the first, `conll2003 f1` for another."""
@@ -72,8 +71,6 @@ class _TaskConfig(Section):
 
 
 class _ScoredConfig(_TaskConfig):
-    """A task that is scored on splits of its own dataset."""
-
     validation: str | None = "validation"
     """Split whose score selects the learning rate. Null: no validation."""
     tests: dict[Name, str] | None = None
@@ -86,8 +83,6 @@ class _ScoredConfig(_TaskConfig):
 
 
 class _TextConfig(_ScoredConfig):
-    """A task that reads a text or a pair of texts."""
-
     text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
 
@@ -97,8 +92,8 @@ class ClassificationConfig(_TextConfig):
 
     kind: Literal["classification"]
     metrics: Annotated[list[Literal["accuracy", "f1", "matthews"]], Field(min_length=1), distinct] = ["accuracy"]
-    """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of
-    the second label; `matthews` is the Matthews correlation, 0 if only one label is predicted."""
+    """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of the second label; `matthews` is the
+    Matthews correlation, 0 if only one label is predicted."""
 
 
 class MultiLabelConfig(_TextConfig):
@@ -165,11 +160,6 @@ class AnswerTokensConfig(_ScoredConfig):
     """Metrics in tables; the first counts in averages over tasks. `token_f1` (the paper): F1 of the positions inside the
     answer; the others are those of `question_answering`, of the longest run of tokens inside."""
 
-    @property
-    def family(self) -> str:
-        """The kind of dataset that the task needs, and its group in tables."""
-        return "question_answering"
-
 
 class RetrievalConfig(_TaskConfig):
     """Train on pairs of a query and its relevant document: mean pooling, by default InfoNCE over the batch's documents.
@@ -207,24 +197,12 @@ class RetrievalConfig(_TaskConfig):
     @property
     def retrieval_sets(self) -> dict[str, str]:
         """Retrieval datasets to score on: `scored_on`, or the task's own set."""
-        sets = self.scored_on
-        return {self.name: self.data} if sets is None else dict(sets)
+        return {self.name: self.data} if self.scored_on is None else dict(self.scored_on)
 
     def scored_as(self, name: str) -> dict[str, int | None]:
         """Return a set's names in tables with the dimension of the embeddings: `nq`, `nq d256`. None is the width."""
         first, *others = self.dimensions or [None]
         return {name: first, **{f"{name} d{dimension}": dimension for dimension in others}}
-
-    def problems(self) -> KeyProblems:
-        """Check combinations of values."""
-        if self.loss == "kl" and not self.hard_negatives:
-            message = "expected at least 1: kl compares a query's document with its hard negatives"
-            yield ["task.hard_negatives", "task.loss"], message
-        if self.loss == "kl" and self.mask_positives:
-            message = "has no effect with kl, which compares a query's own documents"
-            yield ["task.mask_positives", "task.loss"], message
-        if self.dimensions and self.dimensions != sorted(set(self.dimensions), reverse=True):
-            yield ["task.dimensions"], "expected strictly decreasing numbers, such as [768, 256, 64]"
 
 
 TaskConfig = Annotated[
@@ -271,7 +249,6 @@ class FinetuneConfig(RunConfig):
     """Where metrics are logged."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values for a run of `ranks` processes."""
         end, warmup = self.max_duration, self.warmup
         if end.unit in ("dur", "tok") or not end.value:
             yield ["max_duration"], "expected a positive length in batches, rows or epochs"
@@ -290,7 +267,14 @@ class FinetuneConfig(RunConfig):
             if task.unanswerable and task.validation is None:
                 yield ["task.validation", "task.unanswerable"], "is null, but the no-answer threshold is found on it"
         if isinstance(task, RetrievalConfig):
-            yield from task.problems()
+            if task.loss == "kl" and not task.hard_negatives:
+                message = "expected at least 1: kl compares a query's document with its hard negatives"
+                yield ["task.hard_negatives", "task.loss"], message
+            if task.loss == "kl" and task.mask_positives:
+                message = "has no effect with kl, which compares a query's own documents"
+                yield ["task.mask_positives", "task.loss"], message
+            if task.dimensions and task.dimensions != sorted(set(task.dimensions), reverse=True):
+                yield ["task.dimensions"], "expected strictly decreasing numbers, such as [768, 256, 64]"
             if self.batch_size < 2 and not task.hard_negatives:
                 yield ["batch_size"], "expected at least 2 pairs: with one there are no in-batch negatives"
         scored = task.retrieval_sets if isinstance(task, RetrievalConfig) else task.scored

@@ -2,8 +2,7 @@
 
 Keys such as the model, the data and the seed affect every batch. The phases, and the parts of the schedule (warmup,
 constant rate, decay), follow each other, and each determines its own batches. So two runs are equal up to the first phase
-or part whose start or settings differ. `compare_histories` decides which batches the runs of a study share;
-`compare_pasts` what a restart may change, and which checkpoints of other runs a run may use.
+or part whose start or settings differ. This decides which batches the runs of a study share, and what a restart may change.
 """
 
 from __future__ import annotations
@@ -70,9 +69,8 @@ def compare_histories(
     and so are those in `overrides` (`checkpoint.resume_overrides`). Only batches that both runs have are compared: None
     means that the shorter history is the beginning of the longer one.
 
-    The number of tokens in a batch depends on its padding, and the number of batches in an epoch on the data. So times
-    in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
-    then the earliest possible one: a batch has at most `BatchShapes`' tokens, an epoch at least one batch.
+    Tokens in a batch depend on padding, and batches in an epoch on the data. So times in `tok` or `ep` differ from any
+    time in another unit, and `batch` is then the earliest possible one.
     """
     return first_difference(history_of(first), history_of(second), overrides)
 
@@ -81,9 +79,7 @@ def first_difference(first: History, second: History, overrides: Sequence[str] =
     """Return what `compare_histories` does, of two runs that are compared with many others."""
     if constants := _constant_differences(first, second, overrides):
         return constants[0]
-    compared = [
-        _compare_parts(first, second, *parts, overrides) for parts in zip(first.parts, second.parts, strict=True)
-    ]
+    compared = (_compare_parts(first, second, kind, overrides) for kind in (0, 1))
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
@@ -221,10 +217,9 @@ def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
     return Duration(config.batch_shapes.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
-def _compare_parts(
-    first: History, second: History, before: list[_Part], now: list[_Part], overrides: Sequence[str]
-) -> Difference | None:
-    """Return the first difference between the phases or the schedules of two runs."""
+def _compare_parts(first: History, second: History, kind: int, overrides: Sequence[str]) -> Difference | None:
+    """Return the first difference between the phases (`kind` 0) or the schedules (1) of two runs."""
+    before, now = first.parts[kind], second.parts[kind]
     shapes, ends = (first.shapes, second.shapes), (first.last, second.last)
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]

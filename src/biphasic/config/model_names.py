@@ -98,10 +98,7 @@ def parameters_in_size(size: str) -> float:
 
 
 def _facets_of_run(name: str, config: PretrainConfig, base: Facets | None) -> Facets:
-    """Return the facets of a run's final model; `base` has those of the continued model, if known.
-
-    Raises a UserError if phases are in epochs.
-    """
+    """Return the facets of a run's final model; `base` has those of the continued model, if known."""
     init_from, base_steps, architecture = config.model.init_from, 0, architecture_of(config.model)
     size = config.model.preset or (f"{architecture.parameters / 1e6:.3g}m" if architecture is not None else "unknown")
     if base is not None:

@@ -37,14 +37,12 @@ class JobPlan:
     """The numbers in the lines, for JSON."""
 
     def describe(self) -> str:
-        """Return the plan as text."""
         lines = [(topic, line) for topic, text in self.lines.items() for line in text.splitlines()]
         for remark, texts in (("WARNING", self.warnings), ("MISSING", self.missing), ("PROBLEM", self.problems)):
             lines += [(remark, text) for text in texts]
         return "\n".join([f"{self.run}: {self.job}", *(f"  {topic:<14} {text}" for topic, text in lines)])
 
     def to_json(self) -> str:
-        """Return the plan as JSON."""
         return json.dumps({**self.details, **asdict(self)}, indent=2)
 
 
@@ -107,13 +105,9 @@ def plan(
     if architecture is None:
         lines["model"] = f"from {config.model.init_from} (its size is known once it is loaded)"
     else:
-        total, embedding, head = (
-            architecture.parameters,
-            architecture.embedding_parameters,
-            architecture.head_parameters,
-        )
-        details["parameters"] = {"total": total, "embedding": embedding, "head": head}
-        lines["parameters"] = f"{total:,} (embedding {embedding:,}, head {head:,})"
+        total, embedding = architecture.parameters, architecture.embedding_parameters
+        details["parameters"] = {"total": total, "embedding": embedding, "head": architecture.head_parameters}
+        lines["parameters"] = f"{total:,} (embedding {embedding:,}, head {architecture.head_parameters:,})"
     on_rank = f"{details['rows_per_rank']:,} rows a rank, microbatch {config.microbatch_size}"
     lines["batch"] = f"{_shape(inputs[0].shape)}; {on_rank}"
     length = "open until the data is seen" if batches is None else f"{about}{batches:,} batches"
@@ -131,9 +125,8 @@ def plan(
             f"{phase['flops']:.3g} FLOPs" if phase["flops"] is not None and len(phases) > 1 else "",
         ]
         lines[f"phase {index}"] = ", ".join(filter(None, parts))
-    lines["learning rate"] = "\n".join(
-        f"{point['lr']:.3g} at batch {_number(point['batch'])} ({point['event']})" for point in rates
-    )
+    points = (f"{each['lr']:.3g} at batch {_number(each['batch'])} ({each['event']})" for each in rates)
+    lines["learning rate"] = "\n".join(points)
     each = "" if architecture is None else f", {format_bytes(architecture.checkpoint_bytes)} each"
     kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"] or "?"
     places = f"{checkpoints['count'] or '?'} in {config.checkpoint_destination}, every {config.checkpoint.interval}"
@@ -155,9 +148,7 @@ def plan(
         text = f"{format_bytes(state)} weights, gradients and optimizer; benchmarks/rehearse.py adds activations"
         lines["memory a rank"] = text
     if start is not None and start.batch is not None:
-        left = (
-            "" if batches is None else f": {about}{max(batches - start.batch, 0):,} of {batches:,} batches are trained"
-        )
+        left = f": {about}{max(batches - start.batch, 0):,} of {batches:,} batches are trained" if batches else ""
         source = start.source if start.checkpoint is None else f"{start.checkpoint}, {start.source}"
         lines["start"] = f"batch {start.batch:,}, from {source}{left}"
     elif start is not None:
@@ -186,7 +177,6 @@ def _batch(time: Duration, config: PretrainConfig) -> int | None:
 
 
 def _phases(config: PretrainConfig, architecture: Architecture | None) -> Iterator[dict[str, Any]]:
-    """Yield each phase with its first and last batch, counted from 0, its tokens and FLOPs, and what it reads."""
     inputs, counted = config.inputs, config.batch_shapes.progress
     spans = resolve_phases(config.objective.phases, config.max_duration)
     in_epochs = any(span.end.unit == "ep" for span in spans)

@@ -10,18 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import (
-    Address,
-    Count,
-    Destination,
-    KeyProblems,
-    Positive,
-    RunConfig,
-    Section,
-    Seed,
-    Share,
-    flatten,
-)
+from biphasic.config.base import Address, Count, Destination, KeyProblems, Positive, RunConfig, Section, Seed, flatten
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.phase_inputs import PhaseInputs, input_problems, inputs_differ, phase_inputs, phase_key, sources
@@ -41,7 +30,7 @@ class ValidationConfig(Section):
     """Number of batches of the validation split to use. Default: all."""
     batch_size: Positive | None = None
     """Number of rows in a validation batch, over all ranks. Default: the training batch size."""
-    masking_ratio: Share = 0.4
+    masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """Masking ratio of the MLM loss. Fixed, so that losses are comparable across runs. Default: the paper's. A masked
     token is predicted where the last MLM phase predicts it (`target`)."""
 
@@ -231,7 +220,6 @@ class PretrainConfig(RunConfig):
         return shapes
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values for a run of `ranks` processes."""
         yield from model_problems(self.model, self.longest_row)
         if self.max_duration.unit == "dur" or not self.max_duration.value:
             yield ["max_duration"], "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
@@ -240,15 +228,11 @@ class PretrainConfig(RunConfig):
             yield from schedule_problems(self.schedule, self.max_duration, self.batch_shapes)
         yield from self._batch_problems(ranks)
         yield from self._parallelism_problems(ranks)
-        yield from self._checkpoint_problems()
+        yield from self._time_problems()
         later = [phase.data for phase in self.objective.phases if phase.data is not None]
         yield from data_problems(self.data, self.global_batch_size, later)
         yield from input_problems(self.objective.phases, self.inputs, ranks)
-        if inputs_differ(self.inputs):
-            yield from self._epoch_problems()
-
-    def _epoch_problems(self) -> KeyProblems:
-        for key, time in flatten(self):
+        for key, time in flatten(self) if inputs_differ(self.inputs) else ():
             if isinstance(time, Duration) and time.unit == "ep":
                 message = "expected batches, rows or tokens, because the phases' epochs have different lengths"
                 yield [key, phase_key(len(self.inputs) - 1)], message
@@ -266,19 +250,6 @@ class PretrainConfig(RunConfig):
         if self.data.validation is None:
             names, message = type(self.evaluation).model_fields, "has no effect without data.validation"
             yield from self.evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
-
-    def _interval_problems(self) -> KeyProblems:
-        end, intervals = (
-            self.max_duration,
-            {"evaluation": self.evaluation.interval, "checkpoint": self.checkpoint.interval},
-        )
-        for section, interval in intervals.items():
-            key = f"{section}.interval"
-            if interval is not None and not interval.resolve(end).value:
-                yield [key], "expected a positive length"
-            elif interval is not None and not interval.is_whole_of(end):
-                message = f"expected whole epochs, or a length in another unit; got {interval} of {end}"
-                yield [key, "max_duration"], message
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
         parallelism, architecture = self.parallelism, architecture_of(self.model)
@@ -300,9 +271,14 @@ class PretrainConfig(RunConfig):
         if architecture is not None and isinstance(nth, int) and nth > architecture.layers:
             yield ["compute.activation_checkpointing"], f"expected every Nth of {architecture.layers} layers; got {nth}"
 
-    def _checkpoint_problems(self) -> KeyProblems:
+    def _time_problems(self) -> KeyProblems:
         checkpoint, end = self.checkpoint, self.max_duration
-        yield from self._interval_problems()
+        for key, interval in {"evaluation": self.evaluation.interval, "checkpoint": checkpoint.interval}.items():
+            if interval is not None and not interval.resolve(end).value:
+                yield [f"{key}.interval"], "expected a positive length"
+            elif interval is not None and not interval.is_whole_of(end):
+                message = f"expected whole epochs, or a length in another unit; got {interval} of {end}"
+                yield [f"{key}.interval", "max_duration"], message
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shapes.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"

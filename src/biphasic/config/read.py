@@ -155,7 +155,6 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:
 
 
 def _places(node: yaml.Node, key: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every key below `node` with its line."""
     children: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(child.value, child, value) for child, value in node.value]

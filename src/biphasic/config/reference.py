@@ -39,11 +39,9 @@ class KeySection(NamedTuple):
     keys: tuple[Key, ...]
 
     def path(self, key: Key) -> str:
-        """Return the dotted key of one of the section's keys."""
         return f"{self.key}.{key.name}".lstrip(".")
 
     def describe(self, note: str = "") -> str:
-        """Return the section as Markdown, with a note after its title."""
         title = f"`{self.key}`" if self.key else "At the top"
         title += f" with `{self.kind}`" if self.kind else ""
         keys = [f"- `{key.name}` ({key.type}; {key.default}): {key.description}" for key in self.keys]
@@ -60,10 +58,10 @@ def sections_of(job: str) -> list[KeySection]:
             name: {**field, "default": defaults[name]} if name in defaults else field
             for name, field in section["properties"].items()
         }
-        keys = (
-            Key(name, _type(field), _default(field), _one_line(field.get("description", _missing(field))))
-            for name, field in fields.items()
-        )
+        keys = list[Key]()
+        for name, field in fields.items():
+            text = field.get("description", "See below." if "$ref" in field else "Which kind this is.")
+            keys.append(Key(name, _type(field), _default(field), _one_line(text)))
         yield KeySection(key, kind, _one_line(section["description"]), tuple(keys))
         for name, field in fields.items():
             children = [(suffix, schema["$defs"][child]) for suffix, child in _sections_in(field)]
@@ -90,7 +88,6 @@ def _sections_in(field: dict[str, Any], suffix: str = "") -> Iterator[tuple[str,
 
 
 def _type(field: dict[str, Any]) -> str:
-    """Return a type and its limits as Markdown."""
     if choices := field.get("anyOf", field.get("oneOf")):
         return " or ".join(dict.fromkeys(map(_type, choices)))
     if "$ref" in field:
@@ -124,10 +121,6 @@ def _default(field: dict[str, Any]) -> str:
         return f"default: `{value:g}`"
     text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n")
     return f"default: `{text.strip()}`"
-
-
-def _missing(field: dict[str, Any]) -> str:
-    return "See below." if "$ref" in field else "Which kind this is."
 
 
 def _one_line(text: str) -> str:

@@ -24,7 +24,6 @@ from biphasic.config.base import (
     Positive,
     Section,
     Share,
-    fields_of,
     flatten,
     template,
     within,
@@ -44,8 +43,8 @@ SET_BY_THE_STUDY = ("job", "run_name", "output", "checkpoint.folder", "start_fro
 STAGE_FOLDERS = ("sweep", "evaluate")
 """Folders of the stages, next to the models' folders."""
 
-
 _Batches = Annotated[list[Positive], Field(min_length=1)]
+_Places = list[tuple[str, str]]
 
 
 class MergeConfig(Section):
@@ -79,7 +78,7 @@ class CommandExecutor(Section):
     """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
 
     kind: Literal["command"]
-    command: Annotated[str, template("name", "file")]
+    command: Annotated[str, template("name", "file", required="file")]
     """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its complete YAML here."""
 
 
@@ -194,8 +193,6 @@ class StudyConfig(JobConfig):
             if name not in self.models:
                 yield [f"stages.checkpoints.{name}"], f"expected the name of a model of this study; got {name!r}"
         if isinstance(self.executor, CommandExecutor):
-            if "file" not in fields_of(self.executor.command):
-                yield ["executor.command"], "names no run: expected {file}"
             try:
                 shlex.split(self.executor.command)
             except ValueError as error:
@@ -244,7 +241,7 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
 
 
 def _expand(
-    study: StudyConfig, name: str, base: KeyTree, written: KeyTree, places: list[tuple[str, str]], ranks: int
+    study: StudyConfig, name: str, base: KeyTree, written: KeyTree, places: _Places, ranks: int
 ) -> PretrainConfig:
     tree, place = deepcopy(base), written.source(f"models.{name}")
     continued = study.continues.get(name)
@@ -269,9 +266,7 @@ def _expand(
     return config
 
 
-def _apply(
-    keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree, places: list[tuple[str, str]]
-) -> None:
+def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree, places: _Places) -> None:
     """Merge dotted or nested keys into `tree`. `prefix` is their key in the study; `places` is sorted `written.where`."""
     own = places[bisect_left(places, (f"{prefix}.",)) : bisect_left(places, (f"{prefix}/",))]  # "/" comes after "."
     for key, value in keys.items():

@@ -63,8 +63,6 @@ class TableConfig(DatasetConfig):
 
 
 class _DownstreamSet(Section):
-    """Keys that all datasets share."""
-
     license: str
     """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
@@ -72,8 +70,6 @@ class _DownstreamSet(Section):
 
 
 class _SupervisedSet(_DownstreamSet):
-    """Keys that the datasets for classification, token labels and question answering share."""
-
     source: DatasetConfig
     """Where the dataset is read from."""
     splits: dict[str, str] = {"train": "train", "test": "validation"}
@@ -83,8 +79,6 @@ class _SupervisedSet(_DownstreamSet):
 
 
 class _TextSet(_SupervisedSet):
-    """Keys of the datasets of texts or pairs of texts."""
-
     text_column: str
     """Column with the text."""
     text_pair_column: str | None = None
@@ -231,25 +225,21 @@ class TasksConfig(JobConfig):
     """The datasets to write, by name."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values."""
         for name, task in self.tasks.items():
             for key, dataset, splits in source_datasets(f"tasks.{name}", task):
                 if dataset.path is None and dataset.files is None:
                     yield [key], "expected `path` (a hub id or a folder), `files`, or both"
-                elif dataset.path is None:
-                    yield from dataset.require_defaults(
-                        ("name", "revision"), key, [f"{key}.path"], "has no effect without `path`"
-                    )
-                else:
-                    message = "has no effect with `path`; expected local `files` alone"
-                    yield from dataset.require_defaults(("columns",), key, [f"{key}.path"], message)
+                    continue
+                names, message = ("columns",), "has no effect with `path`; expected local `files` alone"
+                if dataset.path is None:
+                    names, message = ("name", "revision"), "has no effect without `path`"
+                yield from dataset.require_defaults(names, key, [f"{key}.path"], message)
                 for split in splits:
                     if dataset.files is not None and split not in dataset.files:
                         given = ", ".join(dataset.files)
                         yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {given})"
             if isinstance(task, MultiLabelSet) and task.label_columns:
-                fields = ("label_column", "label_separator", "label_names")
-                message = "has no effect with label_columns"
+                fields, message = ("label_column", "label_separator", "label_names"), "has no effect with label_columns"
                 yield from task.require_defaults(fields, f"tasks.{name}", [f"tasks.{name}.label_columns"], message)
             if isinstance(task, RetrievalSet):
                 if task.train and task.train.scores_column and not task.train.negatives_column:

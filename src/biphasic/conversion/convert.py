@@ -25,10 +25,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.output import (
@@ -41,7 +42,8 @@ from biphasic.conversion.output import (
     write_error_message,
 )
 from biphasic.conversion.pool import Job, Progress, UnitResult, open_pool
-from biphasic.conversion.reading import Document, Skipped, read_up_to_damage
+from biphasic.conversion.reading import Document, Entry, read_up_to_damage
+from biphasic.conversion.source_files import DamagedFileError
 from biphasic.conversion.sources import (
     FileLayout,
     Sources,
@@ -53,16 +55,9 @@ from biphasic.conversion.sources import (
     inspect_files,
 )
 from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
-from biphasic.conversion.worker import (
-    ConversionContext,
-    UnitRecord,
-    WorkUnit,
-    boundary_tokens,
-    is_valid,
-    plan_work_units,
-)
-from biphasic.data.bulk_encoding import DifferentIdsError, choose_backend
-from biphasic.data.tokenizer import load_tokenizer
+from biphasic.conversion.worker import ConversionContext, Records, UnitRecord, WorkUnit, is_valid, plan_work_units
+from biphasic.data.bulk_encoding import Backend, DifferentIdsError, choose_backend
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import user_errors
 
@@ -79,14 +74,17 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     """
     start = time.monotonic()
     tokenizer = load_tokenizer(config.tokenizer)
-    boundary_tokens(config, tokenizer)
     context = ConversionContext.of(config, tokenizer)
     finished = read_record(config.output)
     if finished is not None:
         require_same_settings("a conversion", finished["config"], finished["tokenizer"], context)
-        commit = finished["source"]["commit"]
-        if isinstance(config.source, HubSource):
-            _require_same_commit(config.source, commit, config.output)
+        commit, source = finished["source"]["commit"], config.source
+        if isinstance(source, HubSource) and source.revision not in (None, commit):
+            with user_errors(f"source.revision: {source.revision}: can't be looked up", ValueError):
+                named = hub_commit(source.path, source.revision)
+            if named != commit:
+                message = f"holds a conversion of commit {commit}, not of source.revision: {source.revision}"
+                raise UserError(f"output {config.output} {message}: choose another output, or remove it")
         require_same_files(finished, config.output, source_files(config, commit).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
@@ -96,21 +94,19 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     layouts = inspect_files(sources.files, config)
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
-    draw = draw_validation(config, layouts)
+    end, drawn = draw_validation(config, layouts)
     # Damaged files are reported later.
-    samples = chain.from_iterable(sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts))
+    samples = sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts)
     texts = [entry.text for entry in samples if isinstance(entry, Document)]
-    require_same_encoding(tokenizer, texts)
-    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
-    context = replace(ConversionContext.of(config, tokenizer, draw.end), backend=backend)
+    backend, remarks = check_encoding(config, tokenizer, texts)
+    context = replace(ConversionContext.of(config, tokenizer, end), backend=backend)
     try:
         with lock_output(context, units, sources.commit) as (store, earlier):
             if sources.unread:
                 print(f"not read: {describe_unread(sources.unread)}")
-            for line in [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]:
-                print(line)
+            print(*remarks, sep="\n")
             if config.validation_fraction:
-                print(f"validation: {draw.description}")
+                print(f"validation: {drawn}")
             differences = [record["difference"] for record in earlier.values() if record["difference"]]
             if backend == "gigatoken" and differences:
                 print(f"{differences[0]}: this conversion goes on with tokenizers")
@@ -126,7 +122,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
         raise UserError(write_error_message(config.output, error)) from error
 
 
-def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[list[Document | Skipped]]:
+def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[Entry]:
     """Yield the first entries of up to eight places: row groups of Parquet files, and the beginnings of other files."""
     places = [
         (layout.file, None if group is None else (group, group + 1))
@@ -136,20 +132,19 @@ def sample_documents(config: ConvertConfig, layouts: list[FileLayout]) -> Iterat
     ]
     for position in np.unique(np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)):
         file = replace(places[position][0], row_groups=places[position][1])
-        yield list(islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS))
+        yield from islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS)
 
 
-def first_texts(texts: list[str]) -> list[str]:
-    """Return the beginnings of some of the texts, spread evenly: those that two libraries encode to be compared."""
-    return [text[:_COMPARED_CHARACTERS] for text in texts[:: -(-len(texts) // _COMPARED_TEXTS) or 1]]
+def check_encoding(config: ConvertConfig, tokenizer: Tokenizer, texts: list[str]) -> tuple[Backend, list[str]]:
+    """Choose the library that encodes texts such as these, and return it with the remarks on how they are encoded.
 
-
-def _require_same_commit(source: HubSource, commit: str | None, output: str) -> None:
-    revision = source.revision
-    with user_errors(f"source.revision: {revision}: can't be looked up", ValueError):
-        if revision not in (None, commit) and hub_commit(source.path, revision) != commit:
-            message = f"holds a conversion of commit {commit}, not of source.revision: {revision}"
-            raise UserError(f"output {output} {message}: choose another output, or remove it")
+    Raises a UserError if AutoTokenizer encodes one otherwise, or `tokenizer_backend` can't be used.
+    """
+    require_same_encoding(tokenizer, texts)
+    # Both libraries encode the beginnings of some of the texts, spread evenly.
+    compared = [text[:_COMPARED_CHARACTERS] for text in texts[:: -(-len(texts) // _COMPARED_TEXTS) or 1]]
+    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, compared)
+    return backend, [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
@@ -186,13 +181,10 @@ class _Driver:
     be fewer: if the limit then lies in this unit, it is converted a second time.
     """
 
-    def __init__(
-        self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: dict[str, UnitRecord]
-    ):
+    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], earlier: Records):
         self.context, self.units, self.damaged = context, units, damaged
         self.faults = _stopping_faults(context.config, damaged)
-        self.stopping = False
-        self.records: dict[str, UnitRecord] = {}
+        self.stopping, self.records = False, Records()
         self._taken = 0  # training tokens of the finished units before the next job
         for unit, remaining in self._remaining():
             record = earlier.get(unit.name)
@@ -213,13 +205,13 @@ class _Driver:
             open_pool(self.context, waiting, progress) as convert_all,
         ):
             for message in self.damaged:
-                progress.print_line(message)
+                tqdm.write(message)
             for result in convert_all(self._jobs()):
-                self._take(result, progress)
+                self._take(result)
             selected, last = self._select()
             if last is not None and not self.faults:
                 for result in convert_all(iter([last])):
-                    self._take(result, progress)
+                    self._take(result)
                 selected, _ = self._select()
         if self.faults:
             count = f"{len(self.records)} of {len(self.units)} work units are finished and kept"
@@ -238,16 +230,21 @@ class _Driver:
                 return
             yield unit, remaining
 
-    def _take(self, result: UnitResult, progress: Progress) -> None:
-        if result.different_ids and self.context.config.tokenizer_backend == "auto":
-            raise DifferentIdsError(result.fault)
-        if result.record is not None:
-            self.records[result.unit.name] = result.record
-            self._taken += self._tokens(result.unit)
+    def _take(self, result: UnitResult) -> None:
+        unit, record, error = result
+        if isinstance(error, DifferentIdsError) and self.context.config.tokenizer_backend == "auto":
+            raise error
+        if record is not None:
+            self.records[unit.name] = record
+            self._taken += self._tokens(unit)
+            for line in (*record["damaged"], *record["documents"]["examples"]):
+                tqdm.write(f"skipped: {line}")
         else:
-            self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
-            self.stopping = self.stopping or not result.damaged_file
-        progress.print_result(result)
+            # A damaged file does not stop the other units.
+            is_damaged = isinstance(error, DamagedFileError)
+            self.faults.append(f"{error}; {_ADVICE}" if is_damaged else str(error))
+            self.stopping = self.stopping or not is_damaged
+            tqdm.write(str(error))
 
     def _remaining(self) -> Iterator[Job]:
         """Yield each unit with the training tokens that remain after the finished units before it; None means no limit."""

@@ -19,7 +19,7 @@ from biphasic.conversion.shard_writer import HASH
 from biphasic.conversion.source_files import SourceFile
 from biphasic.conversion.sources import Sources
 from biphasic.conversion.tokenizer_checks import merge_checks
-from biphasic.conversion.worker import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
+from biphasic.conversion.worker import FREE_KEYS, ConversionContext, Records, UnitRecord, WorkUnit, unit_record_file
 from biphasic.data.mds_reader import shard_file
 from biphasic.data.packing import token_dtype
 from biphasic.data.streams import CONVERSION_RECORD, CONVERSION_STARTED, INDEX
@@ -112,7 +112,7 @@ def require_same_files(record: dict[str, Any], output: str, files: list[SourceFi
 @contextmanager
 def lock_output(
     context: ConversionContext, units: list[WorkUnit], commit: str | None
-) -> Iterator[tuple[Store, dict[str, UnitRecord]]]:
+) -> Iterator[tuple[Store, Records]]:
     """Lock an output for this process, and yield its store and the records of units finished earlier, by unit name.
 
     `commit` is that of a hub dataset. A bucket is not locked, because two conversions with the same settings only do the
@@ -158,7 +158,7 @@ def write_error_message(output: str, error: OSError) -> str:
     return f"{place}: can't be written ({first_line(error)}); {advice}"
 
 
-def read_unit_records(store: Store) -> dict[str, UnitRecord]:
+def read_unit_records(store: Store) -> Records:
     """Return the records of the finished units, by unit name. Raises a UserError if one can't be read."""
     names = list(store.list("units"))
     records = mapped_ahead(lambda name: _read_json(store, name), names, _READERS)
@@ -176,9 +176,7 @@ def publish(
     config, tokenizer = context.config, context.tokenizer
     shards = {split: _shards(split, records) for split in config.splits}
     # Streaming's own merge of the units' indexes would give the same bytes.
-    indexes = {
-        split: json.dumps({"version": 2, "shards": listed}, sort_keys=True).encode() for split, listed in shards.items()
-    }
+    indexes = {split: json.dumps({"version": 2, "shards": shards[split]}, sort_keys=True).encode() for split in shards}
     record = {
         "config": config.model_dump(mode="json"),
         "source": {
@@ -187,11 +185,7 @@ def publish(
             "left_out": damaged + [message for _, unit in records for message in unit["damaged"]],
             "unread": sources.unread,
         },
-        "tokenizer": {
-            **tokenizer_record(tokenizer),
-            "vocab_size": tokenizer.vocab_size,
-            "dropout": tokenizer.dropout,
-        },
+        "tokenizer": {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size, "dropout": tokenizer.dropout},
         "sequence_length": config.sequence_length,
         "dtype": token_dtype(tokenizer.vocab_size),
         "hash": HASH,
@@ -220,7 +214,6 @@ def publish(
 
 
 def _merged_counts(units: list[UnitRecord], splits: list[str]) -> dict[str, Any]:
-    """Add up the counts of units. Raises a UserError if a split has no documents."""
     documents = [unit["documents"] for unit in units]
     read, filtered = (sum(each[key] for each in documents) for key in ("read", "filtered"))
     skipped = sum((Counter(each["skipped"]) for each in documents), Counter[str]())

@@ -10,12 +10,12 @@ from typing import Any
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
-from biphasic.conversion.convert import first_texts, inspect_sources, sample_documents
+from biphasic.conversion.convert import check_encoding, inspect_sources, sample_documents
 from biphasic.conversion.reading import FILTERED, Document
 from biphasic.conversion.sources import FileLayout, describe_unread, draw_validation
-from biphasic.conversion.tokenizer_checks import TextChecks, require_same_encoding, text_warnings, tokenizer_remarks
+from biphasic.conversion.tokenizer_checks import TextChecks, text_warnings
 from biphasic.conversion.worker import WorkUnit, boundary_tokens, encode_texts, plan_work_units
-from biphasic.data.bulk_encoding import BulkEncoder, choose_backend
+from biphasic.data.bulk_encoding import BulkEncoder
 from biphasic.data.packing import token_dtype
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -63,10 +63,7 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
 
 
 def _add_files(plan: JobPlan, config: ConvertConfig) -> None:
-    """Add the sources' files to a plan and, if nothing is missing, an estimate from a sample of their text.
-
-    Raises a UserError if the sources or the tokenizer can't be used, or no document was found.
-    """
+    """Add the sources' files to a plan and, if nothing is missing, an estimate from a sample of their text."""
     sources, layouts = inspect_sources(config)
     units = plan_work_units(layouts, config.unit_bytes)
     readable = [layout for layout in layouts if layout.fault is None]
@@ -78,14 +75,14 @@ def _add_files(plan: JobPlan, config: ConvertConfig) -> None:
     left_out = [layout.fault for layout in layouts if layout.fault]
     plan.lines |= {"left out": "; ".join(left_out)} if left_out else {}
     if config.validation_fraction:
-        plan.lines["validation"] = draw_validation(config, layouts).description
+        _, plan.lines["validation"] = draw_validation(config, layouts)
     _add_estimate(plan, config, layouts, units)
 
 
 def _add_estimate(plan: JobPlan, config: ConvertConfig, layouts: list[FileLayout], units: list[WorkUnit]) -> None:
     import zstandard
 
-    entries = [entry for part in sample_documents(config, layouts) for entry in part]
+    entries = list(sample_documents(config, layouts))
     texts = [entry.text for entry in entries if isinstance(entry, Document)]
     bad = [entry for entry in entries if not isinstance(entry, Document) and entry.kind != FILTERED]
     filtered = len(entries) - len(texts) - len(bad)
@@ -96,9 +93,7 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig, layouts: list[FileLayout
         return
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
-    require_same_encoding(tokenizer, texts)
-    backend, reason = choose_backend(tokenizer, config.tokenizer_backend, first_texts(texts))
-    remarks = [*tokenizer_remarks(config, tokenizer), f"texts are encoded by {backend} ({reason})"]
+    backend, remarks = check_encoding(config, tokenizer, texts)
     plan.lines["tokenizer"] = "\n".join([config.tokenizer, *remarks])
     encoder = BulkEncoder(tokenizer, backend)
     encode_texts(encoder, texts[:10])

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import starmap
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
-from biphasic.conversion.source_files import DamagedFileError
-from biphasic.conversion.worker import ConversionContext, Report, UnitRecord, WorkUnit, convert_unit
-from biphasic.data.bulk_encoding import BulkEncoder, DifferentIdsError
+from biphasic.conversion.worker import ConversionContext, Records, Report, UnitRecord, WorkUnit, convert_unit
+from biphasic.data.bulk_encoding import BulkEncoder
 from biphasic.errors import UserError
 from biphasic.processes import available_cores
 from biphasic.workers import open_workers
@@ -23,37 +22,29 @@ from biphasic.workers.group import WorkerGroup
 
 _REPORT_SECONDS = 0.5
 _ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
-_MODULES = ("biphasic.conversion.pool",)
-"""Modules that workers import."""
 
 Job = tuple[WorkUnit, int | None]
 """A unit, and its limit of training tokens."""
 
 
-@dataclass(frozen=True)
-class UnitResult:
-    """The result of a unit: a record or a fault. A damaged file does not stop the other units.
-
-    `different_ids`: gigatoken does not encode as tokenizers does.
-    """
+class UnitResult(NamedTuple):
+    """The result of a unit: a record or an error."""
 
     unit: WorkUnit
-    record: UnitRecord | None = None
-    fault: str = ""
-    damaged_file: bool = False
-    different_ids: bool = False
+    record: UnitRecord | None
+    error: UserError | None = None
 
 
 class Progress:
     """A progress bar over the text of all units or, with `max_tokens`, over the tokens. `records` are of finished units."""
 
-    def __init__(self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord]):
+    def __init__(self, config: ConvertConfig, units: list[WorkUnit], records: Records):
         self.units, self._limit, self._tokens = units, config.max_tokens, 0
         size = sum(unit.bytes for unit in units)
         text = f"{len(units)} work unit{'s' * (len(units) > 1)} ({size / 1e6:,.1f} MB)"
         print(f"converting {text} to {config.output}: MDS shards of rows of {config.sequence_length} tokens")
         if records:
-            self.print_line(f"{len(records)} of {len(units)} work units were finished before and are kept")
+            tqdm.write(f"{len(records)} of {len(units)} work units were finished before and are kept")
         kept = sum(unit.bytes for unit in units if unit.name in records)
         if self._limit is not None:
             kept = sum(record["splits"]["train"]["tokens"] for record in records.values())
@@ -64,24 +55,11 @@ class Progress:
         self._bar.close()
 
     def add(self, tokens: int, size: int) -> None:
-        """Add tokens and text bytes that workers have converted."""
         if size and not self._tokens:
             self._bar.unpause()  # the rate excludes the workers' start-up time
         self._tokens += tokens
         self._bar.set_postfix_str(f"{self._tokens:,} tokens", refresh=False)
         self._bar.update(size if self._limit is None else tokens)
-
-    def print_result(self, result: UnitResult) -> None:
-        """Print what was left out of a unit, or its fault."""
-        lines = [result.fault]
-        if (record := result.record) is not None:
-            lines = [f"skipped: {line}" for line in [*record["damaged"], *record["documents"]["examples"]]]
-        for line in lines:
-            self.print_line(line)
-
-    def print_line(self, line: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(line)
 
 
 class UnitWorker:
@@ -98,24 +76,19 @@ class UnitWorker:
         return BulkEncoder(self._context.tokenizer, self._context.backend)
 
     def convert(self, unit: WorkUnit, max_tokens: int | None) -> UnitResult:
-        """Convert a unit, and return an error as one line instead of raising it."""
+        """Convert a unit, and return an error instead of raising it."""
         try:
-            record = convert_unit(self._context, self._encoder, unit, max_tokens, self._report)
-            return UnitResult(unit, record)
+            return UnitResult(unit, convert_unit(self._context, self._encoder, unit, max_tokens, self._report))
         except UserError as error:
-            damaged, different = (isinstance(error, kind) for kind in (DamagedFileError, DifferentIdsError))
-            return UnitResult(unit, fault=str(error), damaged_file=damaged, different_ids=different)
+            return UnitResult(unit, None, error)
         except OSError as error:
-            return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
+            return UnitResult(unit, None, UserError(write_error_message(self._context.config.output, error)))
 
 
-def _convert_on_workers(
-    group: WorkerGroup, retries: int, progress: Progress, jobs: Iterator[Job]
-) -> Iterator[UnitResult]:
+def _on_workers(group: WorkerGroup, retries: int, progress: Progress, jobs: Iterator[Job]) -> Iterator[UnitResult]:
     """Yield the results of units as they end. The next job is taken when a worker is idle.
 
-    A unit whose worker dies is given to another worker, up to `retries` times. Raises a UserError if workers repeatedly
-    die while they start.
+    A unit whose worker dies is given to another worker, up to `retries` times.
     """
     lost, losses = deque[Job](), Counter[str]()
     while True:
@@ -135,9 +108,9 @@ def _convert_on_workers(
             losses[unit.name] += 1
             if losses[unit.name] > retries:
                 fault = f"its worker died {losses[unit.name]} times; is there memory for each worker (cluster.workers)?"
-                yield UnitResult(unit, fault=f"{unit.description}: {fault}")
+                yield UnitResult(unit, None, UserError(f"{unit.description}: {fault}"))
                 continue
-            progress.print_line(f"{unit.description}: its worker died; the work unit is given to another one")
+            tqdm.write(f"{unit.description}: its worker died; the work unit is given to another one")
             lost.append(ended.job)
         # Together, because `add` takes time that grows with the number of units.
         if reports := group.take_reports():
@@ -159,7 +132,7 @@ def open_pool(
         yield partial(starmap, UnitWorker(context, progress.add).convert)
         return
     paths = [config.output, *(file.path for unit in progress.units for file in unit.files)]
-    with open_workers(cluster, paths, _ENVIRONMENT, _MODULES) as group:
+    with open_workers(cluster, paths, _ENVIRONMENT, (__name__,)) as group:
         size = min(units, cluster.workers or group.cpus)
         group.open(size, "cluster.workers", UnitWorker, context, group.make_report())
-        yield partial(_convert_on_workers, group, cluster.retries, progress)
+        yield partial(_on_workers, group, cluster.retries, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -49,8 +49,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-_NOT_AN_OBJECT = ("not UTF-8", "not JSON")
-"""The kinds of lines of JSON whose columns are unknown."""
+Entry = Document | Skipped
 FILTERED = "filtered"
 """The kind of an entry that a filter leaves out. This is not an error."""
 
@@ -61,7 +60,7 @@ def columns(config: ConvertConfig) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
-def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     """Yield the file's documents in order, and the entries that are skipped.
 
     Without `id_column`, and where the column is null, NaN or empty, a document's id is a hash of its text.
@@ -78,7 +77,7 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
     return entries if separator is None else (part for each in entries for part in _divided(each, separator))
 
 
-def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str]) -> Iterator[Document | Skipped]:
+def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str]) -> Iterator[Entry]:
     """Yield what `read_documents` yields. With `on_bad_file: skip`, a DamagedFileError's message is added to `damaged`."""
     try:
         yield from read_documents(file, config)
@@ -105,7 +104,7 @@ def _expected(path: str, config: ConvertConfig) -> str:
     return f"a line such as {json.dumps(dict.fromkeys(columns(config), '…'), ensure_ascii=False)}"
 
 
-def _divided(entry: Document | Skipped, separator: str) -> list[Document | Skipped]:
+def _divided(entry: Entry, separator: str) -> list[Entry]:
     """Return the documents between the separators in a text. Where they are several, a number is added to the id."""
     if isinstance(entry, Skipped) or separator not in entry.text:
         return [entry]
@@ -121,9 +120,7 @@ def read_start(file: SourceFile, config: ConvertConfig) -> None:
     next(iter(_lines(file, READ_BYTES) if is_text else read_documents(file, config)), None)
 
 
-def _document(
-    text: str | bytes | None, values: Mapping[str, Any], where: str, config: ConvertConfig
-) -> Document | Skipped:
+def _document(text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig) -> Entry:
     """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
     if not all(_passes(values.get(condition.column), condition) for condition in config.filters):
         return Skipped(FILTERED, where, "")
@@ -134,13 +131,12 @@ def _document(
     if len(text) > _MAX_CHARACTERS:
         return Skipped("too long", where, f"its text has {len(text):,} characters; the limit is {_MAX_CHARACTERS:,}")
     id = None if config.id_column is None else values.get(config.id_column)
-    is_nan = id != id
-    if id is not None and not is_nan and str(id).strip():
+    if id is not None and id == id and str(id).strip():  # NaN differs from itself
         return Document(str(id), text)
     return Document(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(), text)
 
 
-def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -192,7 +188,7 @@ def _lines(file: SourceFile, size: int = -1) -> Iterator[bytes]:
                 line = reader.readline(size)
 
 
-def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     """The first object must have all columns, and text or null as its text. In a later one, a missing key is null."""
     size, is_first, is_start = _JSON_BYTES * _MAX_CHARACTERS, True, True
     for number, line in enumerate(_lines(file, size), start=1):
@@ -204,12 +200,19 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Document | S
         if len(line) == size:
             yield Skipped("too long", where, f"has more than {size:,} bytes")
         elif stripped:
-            entry = _json_document(line, file.path, where, config, is_first)
-            is_first &= isinstance(entry, Skipped) and entry.kind in _NOT_AN_OBJECT
-            yield entry
+            try:
+                values = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
+            except (ValueError, RecursionError) as error:
+                expected = _expected(file.path, config)
+                yield Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {expected}")
+            else:
+                yield _json_object(values, file.path, where, config, is_first)
+                is_first &= not isinstance(values, dict)
 
 
-def _read_json_array(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_json_array(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     with open_text(file, lambda: "object 0") as stream:
         content = without_byte_order_mark(stream.read(), file)
     try:
@@ -224,17 +227,7 @@ def _read_json_array(file: SourceFile, config: ConvertConfig) -> Iterator[Docume
         yield _json_object(value, file.path, f"{file.path}, object {number}", config, number == 1)
 
 
-def _json_document(line: bytes, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
-    try:
-        values = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
-    except (ValueError, RecursionError) as error:
-        return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, config)}")
-    return _json_object(values, path, where, config, is_first)
-
-
-def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_first: bool) -> Document | Skipped:
+def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_first: bool) -> Entry:
     if not isinstance(values, dict):
         return Skipped("not JSON", where, f"is not JSON of the form {{{config.text_column!r}: …}}")
     if is_first and (missing := [column for column in columns(config) if column not in values]):
@@ -251,7 +244,7 @@ def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_f
     return _document(text, values, where, config)
 
 
-def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
     lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
     csv.field_size_limit(_MAX_FIELD)
@@ -301,16 +294,15 @@ def _scalar(text: str) -> float | bool | str:
         return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     if config.filters:
-        raise UserError(
-            f"{file.path}: a text file has no columns to filter by; remove filters, or the file from source.paths"
-        )
+        advice = "remove filters, or the file from source.paths"
+        raise UserError(f"{file.path}: a text file has no columns to filter by; {advice}")
     unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
     lines: list[bytes] = []
     size, start, limit = 0, 1, _TEXT_BYTES * _MAX_CHARACTERS
 
-    def document() -> Document | Skipped:
+    def document() -> Entry:
         where, text = f"{file.path}, line {start}", _decode(b"".join(lines).strip(b"\r\n"))
         if size > limit or len(text) > _MAX_CHARACTERS:
             advice = "; set source.separator, or source.text_files: line or paragraph" if unit == "file" else ""
@@ -365,11 +357,10 @@ def _passes(value: Any, condition: FilterConfig) -> bool:
     for each in values:
         for name, others in (("any_of", any_of or []), ("none_of", none_of)):
             if wrong := [other for other in others if _type_name(other) != _type_name(each)]:
-                raise UserError(
-                    f"filters: column {condition.column!r} holds {_type_name(each)}, such as {each!r}, and {name} has "
-                    f"{_type_name(wrong[0])} ({json.dumps(wrong[0])}): YAML reads words such as no, on, 2013 and 12:30 as "
-                    "text only in quotes"
-                )
+                held = f"{_type_name(each)}, such as {each!r}"
+                given = f"{_type_name(wrong[0])} ({json.dumps(wrong[0])})"
+                reason = "YAML reads words such as no, on, 2013 and 12:30 as text only in quotes"
+                raise UserError(f"filters: column {condition.column!r} holds {held}, and {name} has {given}: {reason}")
     return in_range and (any_of is None or any(v in any_of for v in values)) and not any(v in none_of for v in values)
 
 

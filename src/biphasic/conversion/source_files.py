@@ -169,32 +169,29 @@ class _ZstdReader(io.RawIOBase):
     """
 
     def __init__(self, stream: Any):
-        import zstandard
-
-        self._stream, self._packed, self._unpacked = stream, b"", memoryview(b"")
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        self._frame: Any = None
+        self._blocks, self._unpacked = _unpacked(stream), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         filled = 0
-        while filled < len(buffer) and (self._unpacked or self._unpack()):
-            size = min(len(buffer) - filled, len(self._unpacked))
-            buffer[filled : filled + size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        while filled < len(buffer) and (block := self._unpacked or next(self._blocks, None)):
+            size = min(len(buffer) - filled, len(block))
+            buffer[filled : filled + size], self._unpacked = block[:size], block[size:]
             filled += size
         return filled
 
-    def _unpack(self) -> bool:
-        """Unpack the next block, and return whether there is one."""
-        while not self._unpacked:
-            self._packed = self._packed or self._stream.read(_COMPRESSED_BYTES)
-            if not self._packed and self._frame is not None:
-                raise EOFError("the compressed data ends early")
-            if not self._packed:
-                return False
-            frame = self._frame or self._decompressor.decompressobj()
-            self._unpacked = memoryview(frame.decompress(self._packed))
-            self._packed, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        return True
+
+def _unpacked(stream: Any) -> Iterator[memoryview]:
+    import zstandard
+
+    decompressor, frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW), None
+    while packed := stream.read(_COMPRESSED_BYTES):
+        while packed:
+            frame = frame or decompressor.decompressobj()
+            if block := frame.decompress(packed):
+                yield memoryview(block)
+            packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the compressed data ends early")

@@ -7,18 +7,17 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.reading import Document, Skipped, columns, missing_column, read_documents, read_start
+from biphasic.conversion.reading import Document, Skipped, columns, missing_column, read_start, read_up_to_damage
 from biphasic.conversion.source_files import (
     COMPRESSIONS,
     KINDS,
@@ -241,40 +240,40 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
     """
     unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
     if unit != "file" and not any(kind_of(file.path) in TEXT_KINDS for file in files):
-        raise UserError(
-            f"source.text_files: {unit} has no effect, because the source has no plain text: remove this key"
-        )
+        problem = f"{unit} has no effect, because the source has no plain text"
+        raise UserError(f"source.text_files: {problem}: remove this key")
     small = [file for file in files if 0 < file.bytes <= READ_BYTES and kind_of(file.path) != "parquet"]
     layouts = {file: FileLayout(file) for file in files}
     examined = layouts.keys() - set(small) | set(small[:: math.ceil(len(small) / _EXAMINED) or 1])
-    found = mapped_ahead(lambda file: _inspect(file, config), filter(examined.__contains__, files), _THREADS)
+
+    def inspect(file: SourceFile) -> FileLayout:
+        try:
+            return _layout(file, config)
+        except DamagedFileError as error:
+            return FileLayout(file, fault=str(error))
+
+    found = mapped_ahead(inspect, filter(examined.__contains__, files), _THREADS)
     for layout in tqdm(found, "inspecting files", len(examined), unit="file", disable=len(examined) < 1000):
         layouts[layout.file] = layout
     return list(layouts.values())
 
 
-def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
+def _layout(file: SourceFile, config: ConvertConfig) -> FileLayout:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     source = f"source {file.path}"
     if file.bytes == 0:
-        return FileLayout(file, fault=f"{source}: is empty (0 bytes)")
+        raise DamagedFileError(f"{source}: is empty (0 bytes)")
     if kind_of(file.path) != "parquet":
-        try:
-            read_start(file, config)
-        except DamagedFileError as error:
-            return FileLayout(file, fault=str(error))
+        read_start(file, config)
         return FileLayout(file)
     try:
         with hub_errors(), open_file(file) as handle:
             reader = pq.ParquetFile(handle)
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
-        reason = read_error(file, "is not a complete Parquet file", error)
-        if not isinstance(reason, DamagedFileError):
-            raise reason from error
-        return FileLayout(file, fault=str(reason))
+        raise read_error(file, "is not a complete Parquet file", error) from error
     for column in columns(config):
         if column not in schema.names:
             raise missing_column(file.path, column, schema.names, file.path, config)
@@ -301,18 +300,11 @@ _COUNTED_ENTRIES, _COUNTED_BYTES = 10_000, 1 << 24
 """A text of at most this many entries and bytes is read to its end, to count its documents."""
 
 
-class ValidationDraw(NamedTuple):
-    """Documents whose `document_number` is below `end` are for validation. `description` says how many they are."""
+def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> tuple[int, str]:
+    """Choose the validation documents of a text so that each split has a document, and say how many they are.
 
-    end: int
-    description: str
-
-
-def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> ValidationDraw:
-    """Choose the validation documents of a text so that each split has a document.
-
-    They are those whose number (a hash of the id) is below `validation_fraction` of all 64-bit numbers. If none is, the
-    document with the smallest number is for validation; if all are, the one with the largest number is for training.
+    They are those whose `document_number` is below the returned number, by default `validation_fraction` of all 64-bit
+    numbers. If none is, the document with the smallest number is for validation; if all are, that with the largest is not.
     The text is read until each split has a document: about 1 / `validation_fraction` documents, or to its end if it is
     short and in few files. With `max_tokens`, documents count while their bytes, of which a token has at least one, are
     fewer. The result depends only on the configuration and the text. Raises a UserError if there is no document, only
@@ -320,16 +312,18 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
     """
     share, end = config.validation_fraction, validation_end(config.validation_fraction)
     if not share:
-        return ValidationDraw(end, "no documents")
+        return end, "no documents"
     numbers, chosen, size, limited = list[int](), 0, 0, ""
     first_skipped: Skipped | None = None
-    for read, entry in enumerate(_entries(config, layouts)):
+    files = read_ahead(layout.file for layout in layouts if layout.fault is None)
+    lenient = config.model_copy(update={"on_bad_file": "skip"})  # the conversion reports damaged files
+    for read, entry in enumerate(entry for file in files for entry in read_up_to_damage(file, lenient, [])):
         is_long = len(layouts) > _EXAMINED or read >= _COUNTED_ENTRIES or size >= _COUNTED_BYTES
         if 0 < chosen < len(numbers) and is_long:
             rows = sum(sum(layout.rows) for layout in layouts)
             is_counted = not config.filters and all(layout.rows or layout.fault for layout in layouts)
             count = f"{share * rows:,.0f} of {rows:,}" if is_counted else f"{100 * share:g}% of the"
-            return ValidationDraw(end, f"about {count} documents")
+            return end, f"about {count} documents"
         if config.max_tokens is not None and size >= config.max_tokens and len(numbers) > 1 and not chosen:
             limited = " up to max_tokens"
             break
@@ -342,22 +336,14 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
         reason = f"{first_skipped.where} {first_skipped.reason or 'is left out by filters'}"
         raise UserError(f"source: nothing in it is a document: {reason}, and so on; set text_column or filters")
     if not numbers:  # all files are damaged, which the conversion reports
-        return ValidationDraw(end, "no documents")
+        return end, "no documents"
     if min(numbers) == max(numbers):
         problem, advice = f"all {len(numbers):,} documents have the same id or text", "add documents"
         if len(numbers) == 1:
             problem = "the text is one document"
             if any(kind_of(layout.file.path) in TEXT_KINDS for layout in layouts):
                 advice = "set source.text_files=paragraph (or line) to make each a document"
-        raise UserError(
-            f"source: {problem}, which can't be in train/ and validation/: {advice}, or set validation_fraction=0"
-        )
+        problem = f"{problem}, which can't be in train/ and validation/"
+        raise UserError(f"source: {problem}: {advice}, or set validation_fraction=0")
     end = min(max(end, min(numbers) + 1), max(numbers))
-    return ValidationDraw(end, f"{sum(number < end for number in numbers):,} of {len(numbers):,} documents{limited}")
-
-
-def _entries(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[Document | Skipped]:
-    for file in read_ahead(layout.file for layout in layouts if layout.fault is None):
-        # The conversion reports damaged files.
-        with suppress(DamagedFileError):
-            yield from read_documents(file, config)
+    return end, f"{sum(number < end for number in numbers):,} of {len(numbers):,} documents{limited}"

@@ -33,10 +33,8 @@ def tokenizer_remarks(config: ConvertConfig, tokenizer: Tokenizer) -> list[str]:
         remarks.append(f"{place}: has no unknown token, and leaves out characters that are not in its vocabulary")
     if tokenizer.puts_bos and not config.add_bos:
         name = tokenizer.tokenizer.id_to_token(tokenizer.require("bos"))
-        remarks.append(
-            f"{place}: puts {name} (BOS) before each text, and the rows have none: a model that was trained with it and "
-            "is continued on these rows needs add_bos=true"
-        )
+        advice = "a model that was trained with it and is continued on these rows needs add_bos=true"
+        remarks.append(f"{place}: puts {name} (BOS) before each text, and the rows have none: {advice}")
     return remarks
 
 
@@ -62,7 +60,6 @@ class TextChecks:
             self._unknown += int(np.count_nonzero(tokens == self._unknown_id))
 
     def record(self) -> dict[str, Any]:
-        """Return the counts for `merge_checks`."""
         names = dict(self._special_names.most_common(50))
         return {"special_names": names, "tokens": self._tokens, "unknown_tokens": self._unknown}
 
@@ -81,10 +78,8 @@ def text_warnings(checks: dict[str, Any]) -> list[str]:
     warnings, names = [], Counter(checks["special_names"])
     if names:
         named = ", ".join(f"{name} ({count:,})" for name, count in names.most_common(_NAMED))
-        warnings.append(
-            "the text holds names of special tokens, which are encoded as plain text: "
-            f"{named}{' and others' * (len(names) > _NAMED)}; if one separates documents, set source.separator"
-        )
+        named += " and others" * (len(names) > _NAMED) + "; if one separates documents, set source.separator"
+        warnings.append(f"the text holds names of special tokens, which are encoded as plain text: {named}")
     share = checks["unknown_tokens"] / max(checks["tokens"], 1)
     if share >= _MUCH_UNKNOWN:
         warnings.append(f"{share:.0%} of the tokens stand for text that is unknown to the tokenizer")
@@ -125,10 +120,8 @@ def _listed_names(tokenizer: Tokenizer, kind: str | None = None) -> set[str]:
 
 def _is_plain(tokenizer: Tokenizer) -> bool:
     """Return whether AutoTokenizer certainly reads tokenizer.json as it is."""
-    others = _listed_names(tokenizer) - {
-        token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()
-    }
-    place = tokenizer.source
+    added, place = tokenizer.tokenizer.get_added_tokens_decoder().values(), tokenizer.source
+    others = _listed_names(tokenizer) - {token.content for token in added}
     has_model = not is_remote(place) and (not is_folder(place) or Path(place, "config.json").is_file())
     return tokenizer.settings.get("tokenizer_class") in _PLAIN_CLASSES and not others and not has_model
 

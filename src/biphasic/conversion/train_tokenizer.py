@@ -107,7 +107,7 @@ def train_tokenizer(
         split = pre_tokenizers.Split(Regex(_WORDS_WITH_MARKS), "isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    files, end = [layout.file for layout in layouts if layout.fault is None], draw_validation(config, layouts).end
+    files, (end, _) = [layout.file for layout in layouts if layout.fault is None], draw_validation(config, layouts)
     read: Counter[str] = Counter()
     tokenizer.train_from_iterator(_training_text(config, files, end, max_bytes, read), trainer)
     if not read["documents"]:
@@ -123,7 +123,7 @@ def train_tokenizer(
 
 def _share_of_marks(config: ConvertConfig, layouts: list[FileLayout]) -> float | None:
     """Return the share of combining marks that occur within words, of the characters of a sample; None if there are few."""
-    documents = (each for group in sample_documents(config, layouts) for each in group if isinstance(each, Document))
+    documents = (each for each in sample_documents(config, layouts) if isinstance(each, Document))
     characters = Counter(character for each in documents for character in each.text[:_SAMPLED_CHARACTERS])
     marks = [each for each in characters if unicodedata.category(each)[0] == "M" and not _WITHOUT_SPACES.match(each)]
     share = sum(characters[mark] for mark in marks) / max(characters.total(), 1)
@@ -136,14 +136,13 @@ def _require_free(folder: Path, force: bool) -> None:
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: exists and is not a tokenizer folder: choose another folder")
     if not force:
-        raise UserError(f"{folder}: already holds a tokenizer, with which data may have been converted: "
-                        "add --force to replace it")  # fmt: skip
+        problem = "already holds a tokenizer, with which data may have been converted"
+        raise UserError(f"{folder}: {problem}: add --force to replace it")
 
 
 def _training_text(
     config: ConvertConfig, files: list[SourceFile], validation_end: int, max_bytes: int | None, read: Counter[str]
 ) -> Iterator[str]:
-    """Yield the texts of the training split, and count them and their bytes."""
     stored, so_far = sum(file.bytes for file in files) or 1, 0
     with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
         for file in read_ahead(files):
@@ -151,9 +150,7 @@ def _training_text(
             so_far += file.bytes
             limit = None if max_bytes is None else max_bytes * so_far // stored
             for document in read_up_to_damage(file, config, []):
-                if not isinstance(document, Document):
-                    continue
-                if document_number(document.id) < validation_end:
+                if not isinstance(document, Document) or document_number(document.id) < validation_end:
                     continue
                 size = len(document.text.encode("utf-8", "surrogatepass"))
                 if limit is not None and read["bytes"] + size > limit:

@@ -54,8 +54,7 @@ class Verification:
 
     def __init__(self, output: str):
         self.output, self.record = output, require_record(output)
-        self.faults: list[str] = []
-        self.summary: list[str] = []
+        self.faults, self.summary = list[str](), list[str]()
         for name in (*self.record["units"], *self.record["splits"]):
             if not is_inside(name):
                 raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
@@ -64,7 +63,6 @@ class Verification:
             self.files = set(self.store.list())
 
     def check_tokenizer(self) -> None:
-        """Check that the tokenizer is the one that the record names."""
         try:
             tokenizer = load_tokenizer(join(self.output, "tokenizer"))
         except (UserError, OSError) as error:
@@ -74,7 +72,6 @@ class Verification:
             self.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
 
     def check_split(self, split: str) -> None:
-        """Check a split's index, files, rows and counts."""
         expected = self.record["splits"][split]
         try:
             content = self.store.read(f"{split}/{INDEX}")
@@ -109,10 +106,9 @@ class Verification:
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
                 self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")
-        self.summary.append(
-            f"{split}: {counts['rows']:,} rows, {counts['tokens']:,} tokens, {expected['documents']:,} documents, "
-            f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
-        )
+        rows = f"{counts['rows']:,} rows, {counts['tokens']:,} tokens, {expected['documents']:,} documents"
+        stored = f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
+        self.summary.append(f"{split}: {rows}, {stored}")
 
     def check_units(self) -> None:
         """Check that the record of each work unit is there, and no file or row group is in two of them."""
@@ -135,7 +131,6 @@ class Verification:
             self.faults.append(f"units/: {twice[0]} was converted twice")
 
     def check_sources(self) -> None:
-        """Check that the source files are unchanged."""
         config = ConvertConfig.model_validate(self.record["config"])
         files = [SourceFile(**file) for file in self.record["source"]["files"]]
         try:

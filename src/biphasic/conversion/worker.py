@@ -56,6 +56,8 @@ from biphasic.grouping import groups_up_to
 from biphasic.storage import Store, json_bytes, open_store
 
 UnitRecord = dict[str, Any]
+Records = dict[str, UnitRecord]
+"""Records of work units by the units' names."""
 _COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after reading it."""
 _FORMAT = 3
@@ -82,7 +84,6 @@ class WorkUnit:
 
     @property
     def description(self) -> str:
-        """Return a description of the files, for messages."""
         first = self.files[0]
         groups = "" if first.row_groups is None else f", row groups {first.row_groups[0]} to {first.row_groups[1] - 1}"
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
@@ -111,7 +112,11 @@ class ConversionContext:
 
     @staticmethod
     def of(config: ConvertConfig, tokenizer: Tokenizer, end: int | None = None) -> ConversionContext:
-        """Build the context, and hash the settings. By default `validation_fraction` gives `validation_end`."""
+        """Build the context, and hash the settings. By default `validation_fraction` gives `validation_end`.
+
+        Raises a UserError if the tokenizer lacks a token that `add_bos` or `add_eos` needs.
+        """
+        boundary_tokens(config, tokenizer)
         default = validation_end(config.validation_fraction)
         end = default if end is None else end
         keys = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NO_BYTES_KEYS}
@@ -195,9 +200,9 @@ def convert_unit(
         UserError: a document can't be used and the YAML says to stop, or a column is missing or of the wrong type.
         OSError: the output can't be written.
     """
-    conversion = _UnitConversion(context, encoder, unit, max_tokens, report)
+    conversion = _UnitConversion(context, encoder, unit, max_tokens)
     try:
-        return conversion.run()
+        return conversion.run(report)
     finally:
         shutil.rmtree(conversion.uploads.scratch, ignore_errors=True)
 
@@ -235,18 +240,12 @@ def _parts(text: str) -> Iterator[str]:
 
 
 class _UnitConversion:
-    """The state of a work unit's conversion."""
-
-    def __init__(
-        self, context: ConversionContext, encoder: BulkEncoder, unit: WorkUnit, max_tokens: int | None, report: Report
-    ):
-        self.context, self.encoder, self.unit = context, encoder, unit
-        self.max_tokens, self.report = max_tokens, report
+    def __init__(self, context: ConversionContext, encoder: BulkEncoder, unit: WorkUnit, max_tokens: int | None):
+        self.context, self.encoder, self.unit, self.max_tokens = context, encoder, unit, max_tokens
         self.config, self.store = context.config, open_store(context.config.output)
         self.read = self.filtered = self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
-        self.examples: list[str] = []
-        self.damaged: list[str] = []
+        self.examples, self.damaged = list[str](), list[str]()
         self.checks = TextChecks(context.tokenizer)
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
@@ -254,7 +253,7 @@ class _UnitConversion:
         self.uploads = _Uploads(self.store)
         self.splits = {name: _Split(name, context, unit, self.uploads) for name in self.config.splits}
 
-    def run(self) -> UnitRecord:
+    def run(self, report: Report) -> UnitRecord:
         start, cpu = time.monotonic(), time.process_time()
         for batch in self._encoded():
             earlier, text_bytes = sum(split.tokens for split in self.splits.values()), self.text_bytes
@@ -262,7 +261,7 @@ class _UnitConversion:
                 self._add(document, number, tokens)
                 if self.stopped:
                     break
-            self.report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
+            report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
             if self.stopped:
                 break
         for split in self.splits.values():
@@ -279,9 +278,8 @@ class _UnitConversion:
                 yield encoded.result()
 
     def _encode(self, batch: list[Document]) -> list[tuple[Document, int, Tokens]]:
-        before, after = boundary_tokens(self.config, self.context.tokenizer)
-        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
-        first, last = np.array(before, dtype), np.array(after, dtype)
+        dtype = token_dtype(self.context.tokenizer.vocab_size)
+        first, last = (np.array(ids, dtype) for ids in boundary_tokens(self.config, self.context.tokenizer))
         numbers = [document_number(document.id) for document in batch]
         compared = [place for place, number in enumerate(numbers) if number % _COMPARED == 0]
         encoded = encode_texts(self.encoder, [document.text for document in batch], compared)
@@ -291,7 +289,6 @@ class _UnitConversion:
         ]
 
     def _documents(self) -> Iterator[Document]:
-        """Yield the unit's documents, and count the entries that are skipped."""
         for file in read_ahead(self.unit.files):
             for entry in read_up_to_damage(file, self.config, self.damaged):
                 self.read += 1
@@ -313,14 +310,13 @@ class _UnitConversion:
 
     def _add(self, document: Document, number: int, tokens: Tokens) -> None:
         """Add a document to its split. In `train`, it is cut where the limit is reached."""
-        is_held_out = number < self.context.validation_end
-        split = self.splits["validation" if is_held_out else "train"]
+        split = self.splits["validation" if number < self.context.validation_end else "train"]
         if split.name == "train" and self.max_tokens is not None:
             room = self.max_tokens - split.tokens
             tokens, self.stopped = tokens[:room], len(tokens) >= room
         split.add(tokens)
-        self.checks.add(document.text, tokens)
         text = document.text
+        self.checks.add(text, tokens)
         self.text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
     def _store_record(self, seconds: float, cpu_seconds: float) -> UnitRecord:
@@ -369,21 +365,16 @@ class _Split:
 
     def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
         config, tokenizer, segments = context.config, context.tokenizer, context.config.segments
-        self.name = name
+        self.name, self._unit, self._uploads = name, unit.name, uploads
         self.documents = self.tokens = self.rows = self._uploaded = 0
-        self._unit, self._uploads = unit.name, uploads
         length = config.sequence_length
         if segments.kind == "stream":
-            text = f"cuts {config.seed} {unit.name} {name}"
-            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+            seed = document_number(f"cuts {config.seed} {unit.name} {name}")
             self._packer = StreamCutter(length, segments.shortest, seed)
         else:
             self._packer = DocumentPacker(length, 0 if segments.kind == "single" else segments.window)
-        self._folder = uploads.scratch / name
-        dtype = token_dtype(tokenizer.vocab_size)
-        self._writer = ShardWriter(
-            self._folder, length, dtype, tokenizer.pad_id, config.compression, config.shard_bytes
-        )
+        folder, dtype = uploads.scratch / name, token_dtype(tokenizer.vocab_size)
+        self._writer = ShardWriter(folder, length, dtype, tokenizer.pad_id, config.compression, config.shard_bytes)
 
     def add(self, tokens: Tokens) -> None:
         self.documents += 1
@@ -391,24 +382,20 @@ class _Split:
         self._write(self._packer.add(tokens))
 
     def finish(self) -> None:
-        """Write the remaining rows and the last shard."""
-        self._write(self._packer.finish())
-        self._writer.finish()
-        self._upload_shards()
+        self._write(self._packer.finish(), is_last=True)
 
     def record(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in ("documents", "tokens", "rows")}
         stored = sum(shard_file(shard)["bytes"] for shard in self._writer.shards)
         return {**counts, "bytes": stored, "shards": self._writer.shards}
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: list[Row], is_last: bool = False) -> None:
         for row in rows:
             self._writer.write(row)
             self.rows += 1
-        self._upload_shards()
-
-    def _upload_shards(self) -> None:
+        if is_last:
+            self._writer.finish()
         for shard in self._writer.shards[self._uploaded :]:
             file = shard_file(shard)["basename"]
-            self._uploads.add(self._folder / file, f"{self.name}/{self._unit}/{file}")
+            self._uploads.add(self._uploads.scratch / self.name / file, f"{self.name}/{self._unit}/{file}")
             self._uploaded += 1

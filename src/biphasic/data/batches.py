@@ -94,7 +94,6 @@ class _Source:
         self._parts = self._next = self.loader._iterator = None
 
     def wait_until_closed(self) -> None:
-        """Wait until the loader's processes have ended after `close`."""
         if self._closing is not None:
             self._closing.join()
 
@@ -102,12 +101,9 @@ class _Source:
 class TrainingBatches(Callback):
     """A rank's batches of a run. A batch depends on the progress alone: on the phase, and on what was read before it.
 
-    An iteration ends with an epoch of the data, which Composer then counts. It doesn't end where a phase begins, so a run
-    that is stopped there counts as one that isn't.
-
-    As a callback it stores which phases have begun, and ends the loaders' processes with the run.
-
-    `build` builds the loader of a phase's data for a number of rows per rank.
+    An iteration ends with an epoch of the data, which Composer then counts, and not where a phase begins. As a callback
+    it stores which phases have begun, and ends the loaders' processes with the run. `build` builds the loader of a
+    phase's data for a number of rows per rank.
     """
 
     def __init__(self, phases: Sequence[ResolvedPhase], inputs: Sequence[PhaseRows], build: _Build):
@@ -160,7 +156,6 @@ class TrainingBatches(Callback):
             yield {**batch, "counter": now.batches if is_mix else positions[own.source][0]}
 
     def loader(self, source: int) -> DataLoader[Batch]:
-        """Return the loader of the data that a phase is the first to read."""
         return self._sources[source].loader
 
     def ended_epochs(self, batches: int) -> int:
@@ -176,20 +171,16 @@ class TrainingBatches(Callback):
         return positions
 
     def close(self, state: State, logger: Logger) -> None:
-        """End all loader processes."""
         for source in self._sources.values():
             source.close()
         for source in self._sources.values():
             source.wait_until_closed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data.
-
-        It is one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
-        """
+        """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data."""
+        # As one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
         return {"phases": json.dumps({"starts": self._starts})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the first batches of the phases."""
         # `checkpoint.resume_overrides` may have left out phases, if all of them read the same.
         self._starts = json.loads(state["phases"])["starts"][: len(self._phases)]

@@ -52,19 +52,14 @@ class BulkEncoder:
             return
         place = next((i for i, (one, other) in enumerate(zip(ids, expected, strict=False)) if one != other), len(ids))
         start = len(self._tokenizer.tokenizer.decode(expected[:place], skip_special_tokens=False))
-        names = [
-            [self._tokenizer.tokenizer.id_to_token(int(id)) for id in each[place : place + 3]]
-            for each in (ids, expected)
-        ]
-        raise DifferentIdsError(
-            f"tokenizer {self._tokenizer.source}: gigatoken and tokenizers encode a text of {len(text):,} characters "
-            f"differently, from {text[start : start + _SHOWN]!r}: {names[0]} and {names[1]}"
-        )
+        name = self._tokenizer.tokenizer.id_to_token
+        names = [[name(int(token)) for token in each[place : place + 3]] for each in (ids, expected)]
+        problem = f"gigatoken and tokenizers encode a text of {len(text):,} characters differently"
+        where = f"from {text[start : start + _SHOWN]!r}: {names[0]} and {names[1]}"
+        raise DifferentIdsError(f"tokenizer {self._tokenizer.source}: {problem}, {where}")
 
 
-def choose_backend(
-    tokenizer: Tokenizer, wanted: Backend | Literal["auto"], texts: Sequence[str]
-) -> tuple[Backend, str]:
+def choose_backend(tokenizer: Tokenizer, wanted: Backend | Literal["auto"], texts: list[str]) -> tuple[Backend, str]:
     """Choose the library that encodes these texts with less time of the CPU, and say why.
 
     `auto` takes gigatoken if it is installed, gives the same ids and is faster. Raises a UserError if `gigatoken` is wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import zstd
 
-from biphasic.data.streams import INDEX, RowStream, read_index, read_stream_record
+from biphasic.data.streams import RowStream, read_index, read_stream_record
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
@@ -39,11 +38,9 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
     """Yield rows of a dataset with their ids, but none beyond its end. Raises a UserError if it can't be read."""
     first, row_ids = 0, sorted(set(row_ids))
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
-        store = open_store(dataset)
-        for shard in json.loads(store.read(INDEX))["shards"]:
-            in_shard = [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]
-            if in_shard:
-                content = store.read(shard_file(shard)["basename"])
+        for shard in read_index(dataset)["shards"]:
+            if in_shard := [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]:
+                content = open_store(dataset).read(shard_file(shard)["basename"])
                 yield from zip(in_shard, decode_rows(shard, content, [id - first for id in in_shard]), strict=True)
             first += shard["samples"]
 
@@ -126,15 +123,11 @@ def row_reader(
         )
     column, array_type, stored_length = ("tokens", *own.groups()) if own is not None else ids[0].groups()
     if stored_length is not None and int(stored_length) != length:
-        raise UserError(
-            f"{key.partition('data.')[0]}data.sequence_length is {length}, but the rows of {key} in {dataset} have "
-            f"{stored_length} tokens"
-            + (": they were converted with another sequence_length" if own is not None else "")
-        )
+        section, reason = key.partition("data.")[0], ": they were converted with another sequence_length" if own else ""
+        problem = f"the rows of {key} in {dataset} have {stored_length} tokens{reason}"
+        raise UserError(f"{section}data.sequence_length is {length}, but {problem}")
     if end is not None and (own is not None or (vocab_size is not None and end >= vocab_size)):
-        reason = (
-            f"expected an id below {vocab_size}" if own is None else "has no effect on a conversion's rows: remove it"
-        )
+        reason = "has no effect on a conversion's rows: remove it" if own else f"expected an id below {vocab_size}"
         raise UserError(f"{key}.document_end: {reason} ({dataset})")
 
     def read(row: Mapping[str, Any]) -> StoredRow:

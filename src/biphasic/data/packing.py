@@ -48,8 +48,7 @@ def padded(row: Row, sequence_length: int, pad_id: int) -> dict[str, np.ndarray]
 
 def document_number(document_id: str) -> int:
     """Return a 64-bit hash of a document's id. With 1.5 billion documents, a collision has probability 1/16."""
-    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+    return int(hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(), 16)
 
 
 def validation_end(fraction: float) -> int:

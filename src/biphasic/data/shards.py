@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 from contextlib import suppress
@@ -16,9 +15,10 @@ from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader, GCSDownloader
 
 from biphasic.data.mds_reader import ShardError, shard_file
-from biphasic.data.streams import CONVERSION_STARTED, INDEX, RowStream, split_conversion_path
+from biphasic.data.streams import CONVERSION_STARTED, INDEX, RowStream, read_index, split_conversion_path
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.storage import azure_account, file_hash, is_inside, is_unreachable, open_store, user_errors
+from biphasic.storage import atomic_path, file_hash, is_inside, is_unreachable, open_store, user_errors
+from biphasic.storage.buckets import azure_account
 from biphasic.versions import require_form
 
 _DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120
@@ -34,12 +34,8 @@ class GoogleDownloader(GCSDownloader):
     any file for a complete one."""
 
     def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
-        part = f"{local}.tmp"
-        try:
-            super()._download_file_impl(remote, part, timeout)
-            os.replace(part, local)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        with atomic_path(Path(local)) as part:
+            super()._download_file_impl(remote, str(part), timeout)
 
 
 class AzureBlobDownloader(AzureDownloader):
@@ -153,9 +149,7 @@ class CheckedStream(Stream):
                 Path(self.local, name).unlink(missing_ok=True)
         return f"{self.remote or self.local}/{(packed or raw).basename}"
 
-    def _decompress_shard_part(
-        self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None
-    ) -> None:
+    def _decompress_shard_part(self, zip_info: Any, zip_filename: str, raw_filename: str, compression: Any) -> None:
         # Under a unique name first, because several jobs may unpack the same shard of a local dataset.
         unpacked = f"{raw_filename}.{secrets.token_hex(4)}"
         try:
@@ -182,41 +176,32 @@ def open_stream(stream: RowStream) -> CheckedStream:
     )
 
 
-def check_hashes(stream: CheckedStream) -> None:
-    """Make a stream compare each shard with its hash in the index, which Streaming has already downloaded."""
-    shards = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))["shards"]
-    stream.validate_hash = next(iter(shards[0]["hashes"]), None) if shards else None
-
-
 def index_hashes(streams: dict[str, RowStream]) -> dict[str, str]:
     """Return the hash of each opened dataset's index. It lists all shards, so the same hash means the same rows."""
     return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
-def require_first_shard(stream: RowStream) -> None:
-    """Read a dataset's index and first shard, and check the shard's hash. Raises a UserError if anything fails."""
+def require_shards(stream: RowStream, only_first: bool = False) -> None:
+    """Read a dataset's index and first shard, and check the shard's hash and, unless `only_first`, the sizes of all shards.
+
+    Raises a UserError if anything fails.
+    """
     import xxhash
 
     dataset = stream.remote or stream.local
-    file = _files(dataset)[0]
-    with user_errors(f"dataset {dataset}: its first shard can't be read"):
-        content = open_store(dataset).read(file["basename"])
-    expected = file["hashes"].get("xxh64")
+    _require_dataset(dataset, dataset)
+    with user_errors(f"dataset {dataset}: its first shard can't be read", LookupError):
+        files = [shard_file(shard) for shard in read_index(dataset)["shards"]]
+        first, content = files[0], open_store(dataset).read(files[0]["basename"])
+    expected = first["hashes"].get("xxh64")
     if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
-        raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
-
-
-def require_shards(stream: RowStream) -> None:
-    """Check that all shards of a dataset are stored with their sizes, and that the first one can be read.
-
-    For data that is read later in a run. Raises a UserError if anything fails.
-    """
-    require_first_shard(stream)
-    dataset = stream.remote or stream.local
+        raise UserError(f"shard {dataset}/{first['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
+    if only_first:
+        return
     with user_errors(f"dataset {dataset}: can't be listed"):
         store = open_store(dataset)
         listed = store.list()
-        for file in _files(dataset):
+        for file in files:
             name, size = file["basename"], int(file["bytes"])
             # Its folder may be a link, which the list of a local folder leaves out.
             stored = listed.get(name) or store.stat(name)
@@ -226,12 +211,6 @@ def require_shards(stream: RowStream) -> None:
                 raise UserError(f"shard {dataset}/{name}: {problem}: {advice}")
 
 
-def _files(dataset: str) -> list[dict[str, Any]]:
-    _require_dataset(dataset, dataset)
-    with user_errors(f"dataset {dataset}: its {INDEX} can't be read", ValueError, LookupError):
-        return [shard_file(shard) for shard in json.loads(open_store(dataset).read(INDEX))["shards"]]
-
-
 def _require_dataset(dataset: str, local: str) -> None:
     conversion = split_conversion_path(dataset)[0]
     with user_errors(f"dataset {dataset}: can't be opened"):
@@ -239,8 +218,7 @@ def _require_dataset(dataset: str, local: str) -> None:
             return
         is_unfinished = open_store(conversion).stat(CONVERSION_STARTED) is not None
     if is_unfinished:
-        advice = (
-            "run `biphasic verify` on it to see which work units are missing, and `biphasic convert` again to finish it"
-        )
+        advice = "run `biphasic verify` on it to see which work units are missing"
+        advice = f"{advice}, and `biphasic convert` again to finish it"
         raise UserError(f"{conversion}: its conversion is not finished; {advice}")
     raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from composer.utils import dist
 from filelock import FileLock
@@ -34,6 +34,7 @@ from biphasic.amounts import format_bytes
 from biphasic.errors import UserError, first_line
 from biphasic.versions import require_form
 
+_Reserved = tuple[int, SharedMemory]
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_LOCKS = (BARRIER_FILELOCK, CACHE_FILELOCK)
 _LOCK_FILE = re.compile(r"^biphasic_(\d{6})$")
@@ -44,10 +45,9 @@ _SIZE_WAIT_SECONDS = 30.0
 
 
 class _SizedSharedMemory(shared_memory.SharedMemory):
-    """Python's shared memory, but opening it waits until the process that created it has set its size.
+    """Python's shared memory, but opening it waits until the process that created it, in two system calls, sets its size.
 
-    Creating takes two system calls. Streaming's ranks wait 7 ms between a failed creation and opening, which is too
-    short on a busy machine: they then fail with "cannot mmap an empty file".
+    Streaming's ranks wait 7 ms, too short on a busy machine: they then fail with "cannot mmap an empty file".
     """
 
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0):
@@ -63,33 +63,20 @@ class _SizedSharedMemory(shared_memory.SharedMemory):
                 time.sleep(0.01)
 
 
-def wait_for_sizes_of_shared_memory() -> None:
-    """Let Streaming wait until new shared memory has its size. Raises a UserError if this version can't be patched."""
-    name = "BuiltinSharedMemory"
-    require_form("mosaicml-streaming", memory, name, _SizedSharedMemory)
-    setattr(memory, name, _SizedSharedMemory)
-
-
 def require_shared_memory(rows: int, row_length: int, batch_rows: int, loaders: int) -> str:
     """Return a line on /dev/shm, whose room must suffice: where it ends, the kernel ends the process (SIGBUS, "Bus error").
 
-    Args:
-        rows: rows of an epoch, whose order Streaming keeps there (8 bytes each).
-        row_length: tokens of a row.
-        batch_rows: rows of a rank's batch, of which each of this machine's `loaders` processes keeps up to three there (12
-            bytes a token).
-
-    Raises:
-        UserError: there is less room.
+    Streaming keeps the order of an epoch's `rows` there, and each of this machine's `loaders` processes up to three batches
+    of `batch_rows` rows of `row_length` tokens. Raises a UserError if there is less room.
     """
+    # A row's place takes 8 bytes, a token 12.
     need = 8 * rows + 12 * row_length * batch_rows * 3 * loaders
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < need:
-        raise UserError(
-            f"{_SHARED_MEMORY}: {format_bytes(free)} free, but the order of {rows:,} rows and the loaders' batches need "
-            f"{format_bytes(need)}: start the container with more, such as docker run --shm-size=16g or, in Kubernetes, an "
-            "emptyDir of medium Memory there"
-        )
+        problem = f"the order of {rows:,} rows and the loaders' batches need {format_bytes(need)}"
+        options = "docker run --shm-size=16g or, in Kubernetes, an emptyDir of medium Memory there"
+        advice = f"start the container with more, such as {options}"
+        raise UserError(f"{_SHARED_MEMORY}: {format_bytes(free)} free, but {problem}: {advice}")
     return f"{_SHARED_MEMORY}: {format_bytes(free)} free for {format_bytes(need)}"
 
 
@@ -158,6 +145,9 @@ def names_chosen_by_local_rank_0() -> Iterator[None]:
     meanwhile, the ranks find different numbers. Raises a UserError if this version of Streaming chooses names
     differently.
     """
+    sized = "BuiltinSharedMemory"
+    require_form("mosaicml-streaming", memory, sized, _SizedSharedMemory)
+    setattr(memory, sized, _SizedSharedMemory)
     original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _choose_names)
     setattr(dataset, original.__name__, _choose_names)
     try:
@@ -166,14 +156,12 @@ def names_chosen_by_local_rank_0() -> Iterator[None]:
         setattr(dataset, original.__name__, original)
 
 
-def _choose_names(
-    streams_local: list[str], streams_remote: list[str | None], world: World, retry: int = 0
-) -> tuple[int, SharedMemory]:
+def _choose_names(streams_local: list[str], streams_remote: list[Any], world: World, retry: int = 0) -> _Reserved:
     """Take a free number on each node. Return it and its shared memory, which lists the dataset's folders.
 
-    No collective runs while the lock is held, so that jobs on several nodes can't deadlock. Raises a ValueError on all
-    ranks if two streams have the same folder, or another job uses a stream's cache.
+    Raises a ValueError on all ranks if two streams have the same folder, or another job uses a stream's cache.
     """
+    # No collective runs while the lock is held, so that jobs on several nodes can't deadlock.
     reserved, answer = None, None
     if world.is_local_leader:
         try:
@@ -192,7 +180,7 @@ def _choose_names(
     return number, reserved
 
 
-def _register(streams_local: list[str], streams_remote: list[str | None]) -> tuple[int, SharedMemory]:
+def _register(streams_local: list[str], streams_remote: list[Any]) -> _Reserved:
     caches = {local for local, remote in zip(streams_local, streams_remote, strict=True) if remote is not None}
     end = time.monotonic() + _CACHE_WAIT_SECONDS
     # The user's number may be another user's in another container.
@@ -209,7 +197,7 @@ def _register(streams_local: list[str], streams_remote: list[str | None]) -> tup
         time.sleep(0.2)
 
 
-def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
+def _take_free_number(streams_local: list[str]) -> _Reserved:
     taken = {*os.listdir(_SHARED_MEMORY), *os.listdir(tempfile.gettempdir())}
     while True:
         number = secrets.randbelow(1_000_000)

@@ -19,12 +19,8 @@ from torch import Tensor
 
 from biphasic.data.loader_signals import Loader
 from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
-from biphasic.data.shards import check_hashes, open_stream
-from biphasic.data.shared_memory import (
-    names_chosen_by_local_rank_0,
-    require_shared_memory,
-    wait_for_sizes_of_shared_memory,
-)
+from biphasic.data.shards import open_stream
+from biphasic.data.shared_memory import names_chosen_by_local_rank_0, require_shared_memory
 from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
 from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.processes import require_short_temporary_folder
@@ -53,10 +49,9 @@ class RowDataset(StreamingDataset):
         return row if isinstance(row, list) else {**row, "row_id": int(at)}
 
     def make_epoch_whole_batches(self) -> None:
-        """End an epoch with its last complete global batch.
+        """End an epoch with its last complete global batch, whatever the number of ranks and nodes.
 
-        Streaming repeats rows until the epoch divides evenly among ranks and nodes, so the number of batches would
-        depend on their number.
+        Streaming repeats rows until the epoch divides evenly among them.
         """
         assert self.batch_size is not None
         ranks = self._parallel_rank_world.num_ranks
@@ -81,8 +76,7 @@ class RowDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
 
-        Otherwise the thread would end the epoch early without an error, and other processes would wait for the shard
-        forever.
+        Otherwise the epoch would end early without an error, and other processes would wait for the shard forever.
         """
         try:
             super().prepare_shard(shard_id, blocking)
@@ -165,7 +159,6 @@ def build_loader(
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
     if settings.num_workers:
         require_short_temporary_folder()
-    wait_for_sizes_of_shared_memory()
     streams = opened_streams(streams)[0]
     opened = [open_stream(stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
@@ -193,10 +186,8 @@ def build_loader(
     dataset.initial_physical_nodes = 1
     canonical, ranks = settings.num_canonical_nodes, dataset._parallel_rank_world.num_ranks
     if train and dataset.epoch_size < canonical:
-        raise UserError(
-            f"data.num_canonical_nodes: expected at most the number of rows in an epoch of {names}, {dataset.epoch_size:,}; "
-            f"got {canonical}"
-        )
+        expected = f"expected at most the number of rows in an epoch of {names}, {dataset.epoch_size:,}"
+        raise UserError(f"data.num_canonical_nodes: {expected}; got {canonical}")
     # With several canonical nodes, the rows beyond a multiple of them are repeated or left out. Their purpose in a
     # validation is only to spread a part of a split's batches over the split.
     in_turn = dataset.num_samples // canonical * canonical
@@ -208,8 +199,6 @@ def build_loader(
     if limit is not None:
         _require_room(limit, dataset, settings.num_workers)
         dataset.cache_limit = limit
-    for stream in opened:
-        check_hashes(stream)
     if train:
         if (share := len(dataset)) < batch_size:
             raise UserError(f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {share}")
@@ -230,10 +219,11 @@ def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: 
     # Shared by the processes of this machine, and removed with the dataset's other shared memory.
     checked = SharedArray(dataset.num_shards, np.uint8, prefix._get_path(dataset._shm_prefix_int, "checked"))
     for number, (key, stream) in enumerate(streams.items()):
-        index = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))
+        index, own = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8")), dataset.streams[number]
         read, first = row_reader(key, stream, index, length, vocab_size), int(dataset.shard_offset_per_stream[number])
+        own.validate_hash = next((name for entry in index["shards"][:1] for name in entry["hashes"]), None)
         for at, shard in enumerate(dataset.shards[first : first + len(index["shards"])], start=first):
-            _set_reader(shard, dataset.streams[number], at, checked, read)
+            _set_reader(shard, own, at, checked, read)
 
 
 def _set_reader(shard: Any, stream: Any, number: int, checked: SharedArray, read: Callable[[Any], StoredRow]) -> None:
@@ -254,10 +244,9 @@ def _set_reader(shard: Any, stream: Any, number: int, checked: SharedArray, read
 
 
 def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:
-    """Refuse a cache limit that makes Streaming delete shards between their download and their use.
+    """Refuse a cache limit below the shards that a node reads at a time: each row would need a download of its own.
 
-    Streaming deletes the least recently used shard. If a node reads rows from more shards than the cache holds, each
-    row needs its own download, until a read fails. The UserError names the smallest sufficient limit.
+    The UserError names the smallest sufficient limit.
     """
     largest = max(shard.get_max_size() for shard in dataset.shards)
     shards = _shards_in_use(dataset, workers)
@@ -265,11 +254,10 @@ def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:
     # Streaming itself requires space for four shards.
     smallest = indexes + max(shards, 4) * largest
     if limit < smallest:
-        raise UserError(
-            f"data.cache_limit: {limit:,}b is too small: a node reads rows of up to {shards:,} shards at a time, "
-            f"the largest of {largest:,} bytes unpacked and packed; expected at least {smallest:,}b, or a smaller "
-            f"data.predownload (now {dataset.predownload:,}) or data.shuffle_block_size"
-        )
+        need = f"rows of up to {shards:,} shards at a time, the largest of {largest:,} bytes unpacked and packed"
+        other = f"a smaller data.predownload (now {dataset.predownload:,}) or data.shuffle_block_size"
+        problem = f"{limit:,}b is too small: a node reads {need}"
+        raise UserError(f"data.cache_limit: {problem}; expected at least {smallest:,}b, or {other}")
 
 
 def _shards_in_use(dataset: StreamingDataset, workers: int) -> int:

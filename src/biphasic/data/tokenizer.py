@@ -107,11 +107,9 @@ class Tokenizer:
         copy.encode_special_tokens = True
         parts = [[(str(copy.id_to_token(token)), token) for token in part] for part in (prefix, suffix)]
         before, after = ([name for name, _ in part] for part in parts)
-        copy.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-            single=[*before, "$A", *after],
-            pair=[*before, "$A", "$B", *after],
-            special_tokens=[*parts[0], *parts[1]],
-        )
+        single, pair = [*before, "$A", *after], [*before, "$A", "$B", *after]
+        template: Any = TemplateProcessing(single, pair, [*parts[0], *parts[1]])
+        copy.post_processor = template
         return replace(self, tokenizer=copy)
 
     @property
@@ -203,9 +201,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
             return _read(Path(folder), path)
         with user_errors(f"tokenizer {path}: can't be read"):
             store = open_store(path)
-            for name in _FILES:
-                if store.stat(name) is not None:
-                    store.download(name, Path(folder, name))
+            for name in filter(store.stat, _FILES):
+                store.download(name, Path(folder, name))
         return _read(Path(folder), path)
 
 
@@ -232,10 +229,8 @@ def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
 def _read(folder: Path, source: str) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not os.path.isfile(file):
-        raise UserError(
-            f"tokenizer {source}: has no tokenizer.json; save it once with "
-            "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(…)"
-        )
+        advice = "save it once with AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(…)"
+        raise UserError(f"tokenizer {source}: has no tokenizer.json; {advice}")
     # tokenizers raises bare Exceptions
     with user_errors(f"tokenizer {source}: tokenizer.json can't be read", Exception):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -247,30 +242,31 @@ def _read(folder: Path, source: str) -> Tokenizer:
     if dropout is not None:
         dropout = round(dropout, 6)  # the library keeps it in fp32
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
-    named = _json(folder / "special_tokens_map.json", source)
-    settings = _json(folder / "tokenizer_config.json", source)
-    settings = {**{key: value for key, value in named.items() if key.endswith("_token")}, **settings}
+    named = _json(folder / "special_tokens_map.json", source).items()
+    settings = {key: value for key, value in named if key.endswith("_token")}
+    settings |= _json(folder / "tokenizer_config.json", source)
     ids: dict[str, int | None] = {}
     for role in _ROLES:
         name = _token_name(settings.get(f"{role}_token") or settings.get(_SUBSTITUTES.get(role, "")))
         ids[role] = None if name is None else tokenizer.token_to_id(name)
         if name is not None and ids[role] is None:
-            raise UserError(
-                f"tokenizer {source}: names {name!r} as its {role} token, but its vocabulary has no such token"
-            )
+            problem = f"names {name!r} as its {role} token, but its vocabulary has no such token"
+            raise UserError(f"tokenizer {source}: {problem}")
     pad, mask = ids["eos"] if ids["pad"] is None else ids["pad"], ids["mask"]
     if pad is None:
-        raise UserError(
-            f"tokenizer {source}: has neither a pad nor an eos token; name one in its tokenizer_config.json"
-        )
+        advice = "name one in its tokenizer_config.json"
+        raise UserError(f"tokenizer {source}: has neither a pad nor an eos token; {advice}")
     if mask is None:
         tokenizer.add_special_tokens([tokenizers.AddedToken(ADDED_MASK, special=True, normalized=False)])
         mask = tokenizer.token_to_id(ADDED_MASK)
         assert mask is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     content = json.loads(tokenizer.to_str())
-    unknown_id = tokenizer.token_to_id(content["model"].get("unk_token") or "")
-    unknown_id = content["model"].get("unk_id") if unknown_id is None else unknown_id
+    model, rules = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
+    unknown_id = tokenizer.token_to_id(model.get("unk_token") or "")
+    unknown_id = model.get("unk_id") if unknown_id is None else unknown_id
+    # Of the models without an unknown token, only BPE of characters leaves out text that it doesn't know.
+    is_complete = model["type"] != "BPE" or model.get("byte_fallback") or "ByteLevel" in rules
     # The conversion adds special tokens itself, without the post-processor.
     hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
     tokenizer.encode_special_tokens = True
@@ -287,14 +283,8 @@ def _read(folder: Path, source: str) -> Tokenizer:
         settings=settings,
         dropout=dropout,
         unknown_id=unknown_id,
-        drops_unknown=unknown_id is None and _leaves_text_out(content),
+        drops_unknown=unknown_id is None and not is_complete,
     )
-
-
-def _leaves_text_out(content: dict[str, Any]) -> bool:
-    """Return whether text is left out that a model without an unknown token doesn't know. Only BPE of characters does so."""
-    model, rules = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
-    return model["type"] == "BPE" and not model.get("byte_fallback") and "ByteLevel" not in rules
 
 
 def _token_name(token: object) -> str | None:

@@ -10,15 +10,7 @@ from __future__ import annotations
 from posixpath import join
 
 from biphasic.storage.azure import AzureStore
-from biphasic.storage.buckets import (
-    ArrowStore,
-    S3Store,
-    azure_account,
-    filesystem,
-    is_unreachable,
-    user_error,
-    user_errors,
-)
+from biphasic.storage.buckets import ArrowStore, S3Store, filesystem, is_unreachable, user_error, user_errors
 from biphasic.storage.files import (
     LOCK_FILE,
     UNFINISHED_PREFIX,
@@ -38,7 +30,7 @@ from biphasic.storage.files import (
 )
 
 __all__ = [
-    "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account",
+    "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path",
     "cached_file_hash", "file_hash", "filesystem", "glob_pattern", "is_folder", "is_free", "is_inside",
     "is_remote", "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors",
 ]  # fmt: skip

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from biphasic.errors import first_line
-from biphasic.storage.buckets import (
-    CONNECT_SECONDS,
-    READ_SECONDS,
-    ArrowStore,
-    as_os_error,
-    azure_account,
-    is_unreachable,
-)
-from biphasic.storage.files import UnreachableError
+from biphasic.storage.buckets import CONNECT_SECONDS, READ_SECONDS, ArrowStore, as_os_error, azure_account
 
 _UPLOADED_BLOCKS = 8
 """Blocks of a file that are uploaded to Azure at the same time, 4 MiB each."""
@@ -44,28 +33,18 @@ class AzureStore(ArrowStore):
         retries = ExponentialRetry(initial_backoff=1)
         self._client = ContainerClient(account.url, container, credential, retry_policy=retries, **settings)
 
+    @as_os_error()
     def read(self, name: str) -> bytes:
-        with _azure_as_os_error():
-            return self._client.download_blob(self._blob(name)).readall()
+        return self._client.download_blob(self._blob(name)).readall()
 
+    @as_os_error()
     def write(self, name: str, content: bytes) -> None:
-        with _azure_as_os_error():
-            self._client.upload_blob(self._blob(name), content, overwrite=True)
+        self._client.upload_blob(self._blob(name), content, overwrite=True)
 
+    @as_os_error()
     def upload(self, file: Path, name: str) -> None:
-        with _azure_as_os_error(), file.open("rb") as content:
+        with file.open("rb") as content:
             self._client.upload_blob(self._blob(name), content, overwrite=True, max_concurrency=_UPLOADED_BLOCKS)
 
     def _blob(self, name: str) -> str:
         return self._key(name).partition("/")[2]
-
-
-@contextmanager
-def _azure_as_os_error() -> Iterator[None]:
-    from azure.core.exceptions import AzureError, ResourceNotFoundError
-
-    try:
-        yield
-    except AzureError as error:
-        missing, away = isinstance(error, ResourceNotFoundError), is_unreachable(error)
-        raise (FileNotFoundError if missing else UnreachableError if away else OSError)(first_line(error)) from error

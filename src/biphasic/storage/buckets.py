@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import posixpath
 import re
@@ -40,7 +39,7 @@ _DELETIONS = 16
 """Number of objects that are deleted at the same time."""
 _CONNECTIONS = 96
 """Connections of a client. Several threads use it, with ten connections for each large file."""
-_BUSY = (408, 429)
+_LIBRARIES = ("azure", "boto3", "botocore", "pyarrow")
 _BUSY_MESSAGE = re.compile(
     r"^(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
     r"|Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))"
@@ -74,8 +73,7 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
     try:
         system = fsspec.filesystem(scheme)
     except (ImportError, ValueError) as error:
-        message = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
-        raise UserError(f"{path}: {message}") from None
+        raise UserError(f"{path}: {scheme}:// needs a package that is not installed ({first_line(error)})") from None
     return PyFileSystem(FSSpecHandler(system)), name
 
 
@@ -83,12 +81,11 @@ def _endpoint() -> str | None:
     """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable."""
     for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
         if url := os.environ.get(variable):
+            expected = f"{variable}: expected an address"
             if PASSWORD.match(url):
-                raise UserError(
-                    f"{variable}: expected an address without user and password, which error messages would show"
-                )
+                raise UserError(f"{expected} without user and password, which error messages would show")
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"{variable}: expected an address that begins with http:// or https://")
+                raise UserError(f"{expected} that begins with http:// or https://")
             return url
     return None
 
@@ -111,18 +108,17 @@ def _s3_client(**settings: Any) -> Any:
 
 @lru_cache
 def _shared_client(
-    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **settings: Any
+    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **keys: Any
 ) -> Any:
     """Return a client for these settings; making one takes ten milliseconds. Its connections are this process's alone."""
     from botocore.config import Config
 
-    retries: Any = {"total_max_attempts": attempts, "mode": mode}
-    timeouts: Any = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
-    config = Config(retries=retries, **timeouts, **settings)
+    keys |= {"retries": {"total_max_attempts": attempts, "mode": mode}}
+    config = Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS, **keys)
     return _session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
 
-@functools.cache
+@lru_cache
 def _session() -> Any:
     import boto3
     import botocore.session
@@ -140,11 +136,8 @@ def _s3(endpoint: str | None, bucket: str) -> FileSystem:
     from botocore.utils import get_environ_proxies
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
-    settings: dict[str, Any] = {
-        "connect_timeout": CONNECT_SECONDS,
-        "request_timeout": READ_SECONDS,
-        "retry_strategy": AwsStandardS3RetryStrategy(_attempts()),
-    }
+    settings: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "request_timeout": READ_SECONDS}
+    settings["retry_strategy"] = AwsStandardS3RetryStrategy(_attempts())
     if endpoint is None:
         settings["region"] = _bucket_region(bucket)
         url = f"https://{bucket}.s3.{settings['region']}.amazonaws.com"
@@ -181,9 +174,8 @@ def _gcs(emulator: str | None) -> FileSystem:
         return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
     # Google's clients for other languages expect the variable without a scheme.
     parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
-    return GcsFileSystem(
-        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
-    )
+    place: Any = {"scheme": parts.scheme, "endpoint_override": parts.netloc}
+    return GcsFileSystem(anonymous=True, retry_time_limit=_GCS_RETRIES, **place)
 
 
 @dataclass(frozen=True)
@@ -228,21 +220,20 @@ def _azure(account: AzureAccount) -> FileSystem:
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Convert boto3's and pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-    from pyarrow import ArrowException
-
+    """Convert the libraries' errors to OSErrors, and shorten those of Google's, which repeat themselves."""
     try:
         yield
-    except (OSError, ArrowException, ClientError, Boto3Error, BotoCoreError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
+            raise
         google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
         message = str(error) if google is None else google[1]
         busy = _BUSY_MESSAGE.search(message) is not None or (not isinstance(error, OSError) and is_unreachable(error))
         if isinstance(error, OSError) and google is None and not busy:
             raise
-        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
-        missing = isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound")
+        response, azure_status = getattr(error, "response", None), getattr(error, "status_code", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else azure_status
+        missing = isinstance(error, FileNotFoundError) or code in (404, "404", "NoSuchKey", "NotFound")
         raise (FileNotFoundError if missing else UnreachableError if busy else OSError)(message) from error
 
 
@@ -293,8 +284,7 @@ class S3Store(_BucketStore):
     @as_os_error()
     def list(self, below: str = "", keys_per_page: int = 1000) -> dict[str, StoredFile]:
         prefix = self._key(below).rstrip("/")
-        listing = self._client.get_paginator("list_objects_v2")
-        size = {"PageSize": keys_per_page}
+        listing, size = self._client.get_paginator("list_objects_v2"), {"PageSize": keys_per_page}
         pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", PaginationConfig=size)
         files = {
             posixpath.relpath(item["Key"], self._prefix or "."): StoredFile(item["Size"], item["ETag"].strip('"'))
@@ -447,22 +437,23 @@ def is_unreachable(error: BaseException | None) -> bool:
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as BotoConnectionError
 
-    kinds = (UnreachableError, ConnectionError, TimeoutError, socket.gaierror, RetriesExceededError, HTTPClientError,
-             IncompleteReadError, BotoConnectionError)  # fmt: skip
+    boto_kinds = (RetriesExceededError, HTTPClientError, IncompleteReadError, BotoConnectionError)
+    kinds = (UnreachableError, ConnectionError, TimeoutError, socket.gaierror, *boto_kinds)
     while error is not None:
-        if isinstance(error, kinds):
+        if isinstance(error, kinds) or (status := _status(error)) >= 500 or status in (408, 429):
             return True
         if isinstance(error, ClientError):
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return _is_busy(status) or error.response.get("Error", {}).get("Code") == "RequestTimeout"
-        if _is_busy(getattr(getattr(error, "response", None), "status_code", 0)):  # of Google, Azure and the hub
-            return True
+            return error.response.get("Error", {}).get("Code") == "RequestTimeout"
         error = error.__cause__ or error.__context__ or getattr(error, "inner_exception", None)
     return False
 
 
-def _is_busy(status: int) -> bool:
-    return status >= 500 or status in _BUSY
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of an error of Amazon's, Google's, Azure's or the hub's library; 0 if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return getattr(response, "status_code", 0)
 
 
 def user_error(message: str, error: BaseException | None) -> UserError:

@@ -79,10 +79,8 @@ def require_inside(name: str) -> str:
 def without_password(path: str) -> str:
     """Return `path`. If it is a URL with user and password, raises a UserError that doesn't show it."""
     if PASSWORD.search(path):
-        scheme = path.partition("://")[0]
-        raise UserError(
-            f"{scheme}://…: expected an address without user and password: credentials come from the environment"
-        )
+        expected = "expected an address without user and password: credentials come from the environment"
+        raise UserError(f"{path.partition('://')[0]}://…: {expected}")
     return path
 
 
@@ -100,8 +98,7 @@ class LocalStore:
     """
 
     def __init__(self, root: str):
-        self.root = root
-        self._folder = Path(root)
+        self.root, self._folder = root, Path(root)
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`.
@@ -125,7 +122,6 @@ class LocalStore:
         return self._path(name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write or replace a file."""
         path = self._own_path(name)
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,8 +196,8 @@ def _unfinished(folder: Path) -> list[str]:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file or a folder that replaces `path` at the end.
 
-    It is removed after an error. Its name contains the process and the host, because several processes may write the
-    same file, also from several machines. Those that this host's killed processes left of this file are removed.
+    It is removed after an error. Its name contains the process and the host, because several may write the same file.
+    Those that this host's killed processes left of this file are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = re.compile(rf"{UNFINISHED_PREFIX}(\d+)-{re.escape(f'{socket.gethostname()}-{path.name}')}")
@@ -227,9 +223,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def is_free(folder: Path) -> bool:
     """Return whether a folder is missing or empty, so that `atomic_path` may replace it. A mount point is a UserError."""
     if os.path.ismount(folder.resolve()):
-        raise UserError(
-            f"{folder}: is a mount point, which can't be replaced by a finished folder: name a folder in it"
-        )
+        problem = "is a mount point, which can't be replaced by a finished folder"
+        raise UserError(f"{folder}: {problem}: name a folder in it")
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -241,7 +236,6 @@ def _remove(path: Path) -> None:
 
 
 def _sync(file: Path) -> None:
-    """Wait until a file's content is on the disk."""
     with file.open("rb") as content:
         os.fsync(content.fileno())
 
@@ -273,12 +267,10 @@ def file_hash(file: Path) -> str:
 def cached_file_hash(file: Path) -> str:
     """Return a file's xxh64 hash, cached in this process until the file's size or modification time changes."""
     status = file.stat()
-    return _cached_hash(file, status.st_size, status.st_mtime_ns)
+    return _hash_of_version(file, status.st_size, status.st_mtime_ns)
 
 
-@functools.cache
-def _cached_hash(file: Path, size: int, modified: int) -> str:
-    return file_hash(file)
+_hash_of_version = functools.cache(lambda file, size, modified: file_hash(file))
 
 
 def _raise_unless_missing(error: OSError) -> None:
@@ -291,6 +283,4 @@ def _stat(path: str | Path) -> StoredFile | None:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):  # another process may have removed it since it was listed
         return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}")
+    return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}") if stat.S_ISREG(status.st_mode) else None

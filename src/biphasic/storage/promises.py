@@ -19,16 +19,9 @@ _PARTS_BYTES = 9 << 20
 def broken_promises(root: str, name: str) -> list[str]:
     """Write, overwrite, list, upload, read in part and delete files in a store, and say what it did wrong and what is lost.
 
-    Args:
-        root: the folder, or the bucket's URL.
-        name: name of files that nothing else writes: `NAME` and `NAME-parts`, which has 9 MiB, are made and deleted.
-
-    Returns:
-        A line for each broken promise; none for a store on which all promises of docs/checkpoints.md hold.
-
-    Raises:
-        OSError: a request failed.
-        UserError: the URL can't be used.
+    The files `name` and `name`-parts (9 MiB), which nothing else may write, are made and deleted in `root`, a folder or a
+    bucket's URL. Returns a line for each broken promise of docs/checkpoints.md. Raises an OSError if a request failed, and
+    a UserError if the URL can't be used.
     """
     place, parts = open_store(root), f"{name}-parts"
     try:
@@ -44,9 +37,8 @@ def _broken(place: Store, name: str, parts: str) -> list[str]:
     place.write(name, first)
     before, listed = place.stat(name), place.list().get(name)
     if listed is None or before is None or listed.bytes != len(first):
-        broken.append(
-            "a file isn't listed once it is written: two starts at once could both train, and checkpoints be missed"
-        )
+        lost = "two starts at once could both train, and checkpoints be missed"
+        broken.append(f"a file isn't listed once it is written: {lost}")
     place.write(name, second)
     if place.read(name) != second:
         broken.append("a file that was overwritten is read as it was: heartbeats of a lock could be missed")
