@@ -137,12 +137,10 @@ def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str])
     numeric = [all(map(_NUMBER.fullmatch, column)) for column in values]
     if names is not None and len(names) != width and fields:
         raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
-    tokens = 0 if names is None or columns[0] not in names else names.index(columns[0])
-    if names is None and width > 1 and numeric[0]:
-        tokens = 1
-    labels = None
+    tokens, labels = int(names is None and width > 1 and numeric[0]), None
     if names is not None:
-        labels = names.index(columns[1]) if len(columns) > 1 and columns[1] in names else None
+        places = {name: place for place, name in enumerate(names)}
+        tokens, labels = places.get(columns[0], 0), places.get(columns[1]) if len(columns) > 1 else None
     elif tokens + 1 < width:
         tagged = [column for column in range(tokens + 1, width) if "O" in values[column]]
         labels = (tagged or [width - 1])[0 if tokens else -1]
@@ -172,12 +170,15 @@ def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) 
         UnicodeDecodeError: the file is not UTF-8.
     """
     layout = _read_layout(file, names, columns)
+    own = {"tokens": layout.tokens, "labels": layout.labels}
+    places = own if names is None else {name: place for place, name in enumerate(names)}
     sentence: list[list[str]] = []
     with open_text(file) as lines:
-        for place, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
+        for number, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
             if not line.strip():
                 if sentence:
-                    yield _sentence(sentence, names, layout)
+                    values = list(zip(*sentence, strict=True))
+                    yield {name: list(values[place]) for name, place in places.items() if place is not None}
                 sentence = []
                 continue
             if not _is_row(line) or layout.is_comment(line):
@@ -185,18 +186,10 @@ def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) 
             fields = layout.fields(line)
             if len(fields) != layout.width:
                 expected = f"expected {layout.width} columns, as in the other lines"
-                raise UserError(f"{file}:{place}: has {len(fields)} columns; {expected}: {EXAMPLE}")
+                raise UserError(f"{file}:{number}: has {len(fields)} columns; {expected}: {EXAMPLE}")
             if layout.number is None or fields[layout.number].isdecimal():
                 sentence.append(fields)
 
 
 def _is_row(line: str) -> bool:
     return bool(line.strip()) and not line.startswith("-DOCSTART-")
-
-
-def _sentence(lines: list[list[str]], names: Sequence[str] | None, layout: _ColumnLayout) -> dict[str, list[str]]:
-    columns = [list(column) for column in zip(*lines, strict=True)]
-    if names is not None:
-        return dict(zip(names, columns, strict=True))
-    labels = {} if layout.labels is None else {"labels": columns[layout.labels]}
-    return {"tokens": columns[layout.tokens], **labels}

@@ -134,10 +134,8 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Tab
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
         is_script = "Dataset scripts are no longer supported" in str(cause)
-        advice = (
-            ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml" * is_script
-        )
-        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice}") from error
+        advice = ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml"
+        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice * is_script}") from error
     names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
     if missing := [column for column in columns if column not in names]:
         has, expected = ", ".join(names), ", ".join(columns)
@@ -236,11 +234,6 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys([*columns, *itertools.chain(*rows)])}
 
 
-def file_patterns(config: DatasetConfig) -> list[str]:
-    """Return the file patterns of all of a dataset's splits."""
-    return [pattern for patterns in (config.files or {}).values() for pattern in patterns]
-
-
 def _cache_folder(folder: Path) -> str:
     """Return the `datasets` library's cache folder for a dataset folder in its current state.
 
@@ -257,12 +250,9 @@ def _cache_folder(folder: Path) -> str:
 
 def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     by_place: dict[str, str] = {}
-    for file in (
-        file
-        for pattern in patterns
-        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True))
-    ):
-        by_place.setdefault(os.path.realpath(file), file)
+    for pattern in patterns:
+        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True)):
+            by_place.setdefault(os.path.realpath(file), file)
     files = list(by_place.values())
     if not files:
         raise UserError(f"{', '.join(patterns)}: there is no such file")

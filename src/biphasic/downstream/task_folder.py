@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,18 +68,13 @@ class TaskFolder:
         lists = self._open(table, functools.partial(parquet.read_table, columns=[column]))[column]
         return [length or 0 for length in pc.list_value_length(lists).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]
 
-    def read(self, table: str, schema: str, first: int | None = None) -> dict[str, list[Any]]:
-        """Return the columns of a table, or of its first rows; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
+    def read(self, table: str, schema: str) -> dict[str, list[Any]]:
+        """Return the columns of a table; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
 
         Raises a UserError if the table is missing, lacks a column or has no rows.
         """
         columns = SCHEMAS[schema].names
-
-        def read_first(path: Path) -> pa.Table:
-            with parquet.ParquetFile(path) as file:
-                return pa.Table.from_batches(itertools.islice(file.iter_batches(first or 1), 1), file.schema_arrow)
-
-        content = self._open(table, parquet.read_table if first is None else read_first)
+        content = self._open(table, parquet.read_table)
         if missing := [column for column in columns if column not in content.column_names]:
             existing = ", ".join(content.column_names)
             raise UserError(f"{self.path}/{table}.parquet: has no column {missing[0]!r} (it has: {existing})")

@@ -66,8 +66,8 @@ class TaskWriter:
     def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
         """Write `name`.parquet. Invalid rows are left out and counted.
 
-        Raises:
-            UserError: more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is left.
+        Raises a UserError if more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is
+        left.
         """
         file = self.scratch / "file.parquet"
         left_out, not_used = Counter[str](), Counter[str]()

@@ -59,12 +59,9 @@ def progress_bar(total: int, title: str) -> Any:
 def corpus_folder(cache: Path, limit: int, key: Mapping[str, Any], size: int) -> Path | None:
     """Return the folder for the `size` bytes of a corpus's embeddings, or None, with a warning, if there is no room.
 
-    The least recently used embeddings are removed so that all in the folder `cache` have at most `limit` bytes and fit on
-    the disk. Several evaluations may use it at the same time. `key` is everything that affects the embeddings, as JSON
-    types.
-
-    Raises:
-        UserError: the folder can't be written to.
+    The least recently used embeddings are removed so that all in the folder `cache` have at most `limit` bytes and fit
+    on the disk. Several evaluations may use it at the same time. `key` is everything that affects the embeddings, as
+    JSON types. Raises a UserError if the folder can't be written to.
     """
     text, cache = json.dumps(key, sort_keys=True), cache / "embeddings"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:24]

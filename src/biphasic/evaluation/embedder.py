@@ -55,8 +55,7 @@ class EncoderEmbedder:
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
         """Return embeddings fp32 [texts, width]; `progress` is called with the number of texts just finished.
 
-        Raises:
-            UserError: an embedding is not finite.
+        Raises a UserError if an embedding is not finite.
         """
         tokenizer = self.encoder.text_tokenizer
         ids, cut = zip(*tokenizer.tokenize_and_count(texts, tokenizer.max_length), strict=True) if texts else ((), ())

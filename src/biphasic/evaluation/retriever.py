@@ -70,8 +70,7 @@ class Retriever(AbsEncoder):
     ) -> dict[str, dict[str, float]]:
         """Return the best documents for each query with their scores, as in mteb's `SearchProtocol`.
 
-        Raises:
-            UserError: an embedding is not finite, or the cache's folder can't be written to.
+        Raises a UserError if an embedding is not finite, or the cache's folder can't be written to.
         """
         ids, query_ids, title = self._corpus["id"][:], queries["id"][:], f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
@@ -154,8 +153,7 @@ class Retriever(AbsEncoder):
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return documents as mteb passes them to models: the title, if there is one, a space and the text.
 
-    Raises:
-        UserError: a document has no text.
+    Raises a UserError if a document has no text.
     """
     texts = columns["text"]
     if not all(isinstance(text, str) for text in texts):

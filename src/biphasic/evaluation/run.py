@@ -56,10 +56,7 @@ def run(config: EvaluateConfig) -> Path:
     """Score the model and the baselines, and return the run's folder. Existing records are not computed again.
 
     mteb's own files are in `results/` (official tasks), `local/results/` (judged documents, local datasets) and
-    `baselines/results/`.
-
-    Raises:
-        UserError: the model or the data can't be used.
+    `baselines/results/`. Raises a UserError if the model or the data can't be used.
     """
     use_all_gpus(sys.argv)
     tasks = plan_tasks(config)

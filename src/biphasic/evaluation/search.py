@@ -53,10 +53,7 @@ class ExactTopK:
         """Compare more documents, floating [documents, width], with the queries.
 
         `first` is the position of the first document; each position may be added once. `mask`, bool [queries,
-        documents], selects the documents to compare with each query.
-
-        Raises:
-            ValueError: an embedding is not finite.
+        documents], selects the documents to compare with each query. Raises a ValueError if an embedding is not finite.
         """
         for start, rows in _blocks(documents, self._block):
             rows = rows.to(self._queries.device)
@@ -173,9 +170,7 @@ def rank_documents(query_ids: Sequence[str], queries: Tensor, document_ids: Sequ
     """Return the best 100 documents of each query by cosine similarity.
 
     Embeddings are floating [rows, width]. Equal scores are ranked in descending order of the ids, as in trec_eval.
-
-    Raises:
-        ValueError: an embedding is not finite.
+    Raises a ValueError if an embedding is not finite.
     """
     order = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
     nearest = ExactTopK(queries, RANKED, block=_BLOCK)

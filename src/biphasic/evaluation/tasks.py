@@ -43,8 +43,8 @@ class PlannedTask:
 def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     """Return the tasks that a configuration names.
 
-    Raises:
-        UserError: mteb has no such task, benchmark, split or language, a folder is missing, or a task would not be scored.
+    Raises a UserError if mteb has no such task, benchmark, split or language, a folder is missing, or a task would not
+    be scored.
     """
     tasks = {name: _from_mteb("tasks", mteb.get_task, name) for name in config.tasks}
     for name in config.benchmarks:

@@ -32,10 +32,8 @@ def pretrained_card(
 ) -> str:
     """Return a pretrained model's card from its checkpoint's record. The title is `name`, by default `model_name`.
 
-    `family` is the export's `model_type`, and `has_code` whether the folder has Python code.
-
-    Raises:
-        UserError: the hub would refuse the card's metadata.
+    `family` is the export's `model_type`, and `has_code` whether the folder has Python code. Raises a UserError if the
+    hub would refuse the card's metadata.
     """
     config = yaml.safe_load(record["config"])
     trained = [phase for phase in record["phases"] if phase["batches"]]

@@ -107,10 +107,7 @@ def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
     """Return EuroBERT's format if it can represent the network of this Hugging Face configuration, else the family's.
 
     The tokenizer's special tokens are written into the format's configuration. A family's code is verified on a small
-    network with the same configuration.
-
-    Raises:
-        UserError: neither format can represent the network.
+    network with the same configuration. Raises a UserError if neither format can represent the network.
     """
     special = {f"{role}_token_id": token for role, token in tokenizer.role_ids.items()}
     shaped = config.model_type in _LLAMA_SHAPED and not getattr(config, "sliding_window", None)

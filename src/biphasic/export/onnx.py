@@ -85,11 +85,9 @@ def export_onnx(folder: Path) -> Path:
     The graph of a fine-tuned text classifier also has its logits; that of other heads has the encoder alone.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
-    Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path.
-
-    Raises:
-        UserError: packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling
-            is not the mean, the graph's results differ from the model's, or the graph can't be written.
+    Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path. Raises a
+    UserError if packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling is
+    not the mean, the graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
     require_export(folder)

@@ -26,11 +26,9 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
 
     The example code in the uploaded card uses the repository's name. Weights from an earlier push that are not in the
     folder are deleted in the same commit. `revision` is a branch (default: `main`), and `private` applies to a new
-    repository. A dry run prints what would be uploaded, without any request.
-
-    Raises:
-        UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or
-            the repository's name, there is no token, or the hub can't be reached or refuses.
+    repository. A dry run prints what would be uploaded, without any request. Raises a UserError if the folder is not an
+    export or has a file that can't be uploaded, the hub would refuse its card or the repository's name, there is no
+    token, or the hub can't be reached or refuses.
     """
     if repo.count("/") != 1:
         raise UserError(f"push {repo}: expected ORGANISATION/NAME")

@@ -75,13 +75,11 @@ def write_folder(
 
     `kind` is one of the format's networks, and `weights` has its weights on the CPU, by `LanguageModel`'s names.
     `settings` has the prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
-    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text; with
-    `refuse_pairs`, a pair of texts is an error in it (`make_pairs_errors`). `head` has the head's weights, which are also
-    written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from; `origin` is their
-    name in messages.
-
-    Raises:
-        UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
+    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text;
+    with `refuse_pairs`, a pair of texts is an error in it (`make_pairs_errors`). `head` has the head's weights, which
+    are also written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from;
+    `origin` is their name in messages. Raises a UserError if the weights don't fit the network, `out` exists and can't
+    be replaced, or it can't be written.
     """
     require_free(out, force)
     with torch.device("meta"):

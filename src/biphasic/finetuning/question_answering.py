@@ -172,9 +172,7 @@ def best_answer(context: str, windows: Sequence[tuple[Span, float]]) -> tuple[st
     `windows` has, in any order, each window's best span in `context` and its null score, the sum of the start and end
     logits at the window's first position. Without tokens, the text is empty and its score -inf. The no-answer score, to
     be compared with a threshold, is the lowest null score among the windows, as in run_qa, minus the answer's score.
-
-    Raises:
-        ValueError: a null score is not finite.
+    Raises a ValueError if a null score is not finite.
     """
     spans, nulls = zip(*windows, strict=True)
     if not all(map(math.isfinite, nulls)):

@@ -100,10 +100,8 @@ class FinetuneTask(ABC):
     """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
     `config` is the YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the
-    dataset's record if only new text is predicted; by default, it is read.
-
-    Raises:
-        UserError: the data is missing or belongs to another family.
+    dataset's record if only new text is predicted; by default, it is read. Raises a UserError if the data is missing or
+    belongs to another family.
     """
 
     family: str

@@ -51,8 +51,7 @@ _contents: dict[tuple[Any, ...], list[Any]] = {}
 def trial_name(config: FinetuneConfig) -> str:
     """Return a hash of everything that determines a trial's result: the model's files, the tables and the settings.
 
-    Raises:
-        UserError: the model or the data is missing.
+    Raises a UserError if the model or the data is missing.
     """
     task = config.task
     paths = [config.model.path, task.data, *task.retrieval_sets.values()]
@@ -110,10 +109,8 @@ def train_and_score(
 ) -> tuple[TrialResult, TrainedModel, FinetuneTask, dict[str, Callable[[], bytes]]]:
     """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
 
-    The model, its task, and the contents of prediction files by name are also returned.
-
-    Raises:
-        UserError: model or data can't be used, or the loss is NaN or Inf.
+    The model, its task, and the contents of prediction files by name are also returned. Raises a UserError if model or
+    data can't be used, or the loss is NaN or Inf.
     """
     # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist

@@ -46,8 +46,7 @@ def is_checkpoint(path: str) -> bool:
 def read_record(path: str) -> dict[str, Any]:
     """Read the run record (`biphasic.training.record.RunRecord`) of a checkpoint: a file, or a sharded one's folder.
 
-    Raises:
-        UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
+    Raises a UserError if the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
     """
     require_safe_checkpoint(path)
     with _reported_errors(path):
