@@ -25,9 +25,7 @@ from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnsweri
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
-from biphasic.model.architecture import Architecture
-from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_config, model_fingerprint
-from biphasic.model.checkpoint import is_checkpoint, read_record
+from biphasic.model.backbone import file_stamps, load_hf_config, model_fingerprint
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.heads import initialize_head
 from biphasic.provenance import provenance
@@ -156,24 +154,13 @@ def train_and_score(
 
 def check_trial(config: FinetuneConfig) -> None:
     """Raise a UserError if model, data and settings don't fit each other, as far as it shows without weights."""
-    task, architecture = build_task(config.model, config.task, config.cache), _architecture(config.model)
+    task, model = build_task(config.model, config.task, config.cache), load_hf_config(*_source(config.model))
     with torch.device("meta"):
-        task.build_head(1 << 20 if architecture is None else architecture.hidden)
+        task.build_head(getattr(model, "hidden_size", 1 << 20))
     for folder, table in task.tables():
         folder.size(table)
     if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
         warmup_batches(config, count_steps(config, task.data.size("train")[0]))
-
-
-def _architecture(model: EncoderConfig) -> Architecture | None:
-    if is_checkpoint(model.path):
-        config: Any = hf_config_from_json(read_record(model.path)["backbone"])
-    else:
-        config = load_hf_config(model.path, model.revision, model.trust_remote_code)
-    try:
-        return Architecture.from_hf_config(config)
-    except AttributeError:
-        return None
 
 
 def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.version import hip
 
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.model.segments import visibility_mask
 
 varlen_attn: Callable[..., Any] | None = None
@@ -111,8 +111,7 @@ def _activation_problem(name: str, hf_config: Any) -> str | None:
             restore_flash_attention_impl(_raise_warn=False)
         ran = try_attention(hf_config, torch.device("cuda", torch.cuda.current_device()))
     except Exception as error:  # generated kernels may raise anything
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+        return f"{type(error).__name__}: {first_line(error)[:200]}"
     return None if ran == KERNELS[name] else f"PyTorch ran {ran}"
 
 

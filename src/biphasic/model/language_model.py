@@ -189,7 +189,11 @@ def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = 
         backbone = AutoModel.from_config(hf_config, attn_implementation=attention.ATTENTION_NAME, dtype=torch.float32)
         lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=has_head_bias(hf_config))
         nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
-        head = _prediction_head(hf_config)
+        head = None
+        if hf_config.model_type in MODERNBERT_HEADS:
+            from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
+
+            head = ModernBertPredictionHead(hf_config)  # pyright: ignore[reportArgumentType]
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     return LanguageModel(backbone, lm_head, head)
@@ -199,11 +203,3 @@ def has_head_bias(hf_config: Any) -> bool:
     """Return whether the language-model head of this Hugging Face configuration has a bias."""
     # `decoder_bias` is ModernBERT's. `load_language_model` sets `lm_head_bias` for families without a name for it.
     return bool(getattr(hf_config, "lm_head_bias", False) or getattr(hf_config, "decoder_bias", False))
-
-
-def _prediction_head(hf_config: Any) -> nn.Module | None:
-    if hf_config.model_type not in MODERNBERT_HEADS:
-        return None
-    from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
-
-    return ModernBertPredictionHead(hf_config)
