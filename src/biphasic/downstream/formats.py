@@ -65,10 +65,8 @@ def table_rows(
     Fields of a CSV file may be in quotation marks; those of a TSV file are read as they are. `columns` names the columns of
     a file without a header. Other readers silently merge the rows up to the next quotation mark, and fill short rows.
 
-    Raises:
-        UserError: a row is shorter or longer than the first one, a quotation mark is not closed, or two columns have the
-            same name of `used`.
-        UnicodeDecodeError: the file is not UTF-8.
+    Raises a UserError if a row is shorter or longer than the first one, a quotation mark is not closed, or two columns
+    have the same name of `used`; and a UnicodeDecodeError if the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
     start, quoting = 1, csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
@@ -91,7 +89,6 @@ def table_rows(
 
 COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
 EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
-_DECIDING_LINES = 10_000
 _NUMBER = re.compile(r"\d+([-.]\d+)?", re.ASCII)
 """A word's number, or in CoNLL-U a range of words (`1-2`) or an empty word (`1.1`)."""
 _TAGGED = re.compile(r"O|[BIESULMW][-_].+|.+[-_][BIESULMW]")
@@ -126,7 +123,7 @@ class _ColumnLayout:
 
 def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> _ColumnLayout:
     with open_text(file) as text:
-        lines = [line for line in itertools.islice(text, _DECIDING_LINES) if _is_row(line)]
+        lines = [line for line in itertools.islice(text, 10_000) if _is_row(line)]
     rows = [line for line in lines if not line.startswith("#")] or lines
     tabs = bool(rows) and "\t" in rows[0]
     split = _ColumnLayout(tabs, 0, None, 0, None, frozenset()).fields
@@ -164,10 +161,8 @@ def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) 
     one with labels. This is decided once, from the file's first 10,000 lines. `columns` are the names of the tokens' column
     and, if labels are needed, of theirs.
 
-    Raises:
-        UserError: there are no labels but they are needed, the tokens are all numbers, or a line has another number of
-            fields than most.
-        UnicodeDecodeError: the file is not UTF-8.
+    Raises a UserError if there are no labels but they are needed, the tokens are all numbers, or a line has another number
+    of fields than most; and a UnicodeDecodeError if the file is not UTF-8.
     """
     layout = _read_layout(file, names, columns)
     own = {"tokens": layout.tokens, "labels": layout.labels}

@@ -75,11 +75,9 @@ def _values(config: DatasetConfig, split: str, columns: list[str]) -> Iterator[t
             yield row["values"]
 
 
-def _read_label_names(
-    writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table, column: str, separator: str | None = None
-) -> Labels:
-    """Return the labels of a column, named by the dataset, by `label_names` or by the values in all splits."""
-    key = f"label_column {column!r}"
+def _read_label_names(writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table) -> Labels:
+    """Return the labels of `label_column`, named by the dataset, by `label_names` or by the values in all splits."""
+    column, key = task.label_column, f"label_column {task.label_column!r}"
     if (labels := _named_labels(table, column, task.label_names, key)) is not None:
         writer.label_names = labels.names
         return labels
@@ -87,7 +85,7 @@ def _read_label_names(
     def values(split: str) -> Iterator[Any]:
         for (value,) in _values(task.source, split, [column]):
             with suppress(InvalidRow):  # counted when the table is written
-                yield from _as_list(value, separator) if isinstance(task, MultiLabelSet) else [value]
+                yield from _as_list(value, task.label_separator) if isinstance(task, MultiLabelSet) else [value]
 
     by_split = {split: read_names(values(split), table.source, key) for split in dict.fromkeys(task.splits.values())}
     writer.label_names = read_names(itertools.chain(*by_split.values()), table.source, key)
@@ -97,8 +95,7 @@ def _read_label_names(
     _note_labels(writer, "from the data: ")
     if "train" in task.splits:
         known = set(by_split[task.splits["train"]])
-        unseen = [name for name in writer.label_names if name not in known]
-        if unseen:
+        if unseen := [name for name in writer.label_names if name not in known]:
             counts = f"{len(unseen)} of {len(writer.label_names)} labels"
             writer.record["warnings"].append(f"{counts} are not in train: {', '.join(unseen[:_SHOWN])}")
     return Labels(writer.label_names, False, table.source, key)
@@ -122,14 +119,11 @@ def _as_list(value: Any, separator: str | None) -> list[Any]:
     return value
 
 
-def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet) -> None:
+def _write_labelled_texts(writer: TaskWriter, task: RegressionSet | MultiLabelSet) -> None:
     columns = [task.text_column, *filter(None, [task.text_pair_column])]
     texts = len(columns)
     names = dict(zip(("text", "text_pair"), columns, strict=False))
-    if isinstance(task, MultiLabelSet):
-        columns += task.label_columns or [task.label_column]
-    else:
-        columns.append(task.label_column)
+    columns += (task.label_columns if isinstance(task, MultiLabelSet) else None) or [task.label_column]
     tables = _tables(writer, task, columns)
     first = next(iter(tables.values()))
     target = _targets(writer, task, first)
@@ -143,18 +137,16 @@ def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | Regressi
     _write_splits(writer, task, tables, make, len(columns))
 
 
-def _targets(
-    writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet, table: Table
-) -> Callable[..., TableRow]:
+def _targets(writer: TaskWriter, task: RegressionSet | MultiLabelSet, table: Table) -> Callable[..., TableRow]:
     """Return the function that makes a row's target from the values of its label columns."""
     if isinstance(task, MultiLabelSet):
         if columns := task.label_columns:
             writer.label_names = list(columns)
             return lambda *values: {"labels": [at for at, value in enumerate(values) if _is_set(columns[at], value)]}
-        labels = _read_label_names(writer, task, table, task.label_column, task.label_separator)
+        labels = _read_label_names(writer, task, table)
         return lambda value: {"labels": sorted({labels.number(each) for each in _as_list(value, task.label_separator)})}
     if isinstance(task, ClassificationSet):
-        labels = _read_label_names(writer, task, table, task.label_column)
+        labels = _read_label_names(writer, task, table)
         return lambda value: {"label": labels.number(value)}
     return lambda value: {"label": number(value, f"label_column {task.label_column!r}")}
 
@@ -171,8 +163,7 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     key = f"a label of labels_column {task.labels_column!r}"
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
-    labels = _named_labels(table, task.labels_column, task.label_names, key)
-    if labels is not None:
+    if (labels := _named_labels(table, task.labels_column, task.label_names, key)) is not None:
         scheme = TagScheme(labels.names, table.source)
         writer.label_names = scheme.bio_names(labels.names)
     else:

@@ -205,8 +205,7 @@ def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns
     else:
         read = functools.partial(column_rows, names=config.columns, columns=columns)
     rows = itertools.chain.from_iterable(map(read, files))
-    tables = [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]
-    if not tables:
+    if not (tables := [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]):
         raise UserError(f"{source}: has no rows")
     return datasets.Dataset(pa.concat_tables(tables, promote_options="default"))
 
@@ -253,8 +252,7 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     for pattern in patterns:
         for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True)):
             by_place.setdefault(os.path.realpath(file), file)
-    files = list(by_place.values())
-    if not files:
+    if not (files := list(by_place.values())):
         raise UserError(f"{', '.join(patterns)}: there is no such file")
     if empty := [file for file in files if not os.path.getsize(file)]:
         raise UserError(f"{empty[0]}: is empty (0 bytes)")

@@ -44,8 +44,7 @@ class TaskFolder:
     @property
     def label_names(self) -> list[str]:
         """The labels' names in the order of their numbers; a UserError if the record has none."""
-        names = self.record.get("label_names")
-        if not names:
+        if not (names := self.record.get("label_names")):
             raise UserError(f"{self.path}/{TASK_RECORD}: has no label names; prepare it again with `biphasic tasks`")
         return list(names)
 
@@ -53,11 +52,9 @@ class TaskFolder:
         """Return a hash of a table's file."""
         return self._open(table, cached_file_hash)
 
-    def size(self, table: str) -> tuple[int, int]:
-        """Return a table's number of rows, and about its number of characters: its bytes before compression."""
-        metadata = self._open(table, parquet.read_metadata)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        return metadata.num_rows, sum(group.total_byte_size for group in groups)
+    def row_count(self, table: str) -> int:
+        """Return a table's number of rows."""
+        return self._open(table, parquet.read_metadata).num_rows
 
     def columns(self, table: str) -> list[str]:
         """Return the names of a table's columns."""

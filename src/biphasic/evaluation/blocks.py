@@ -22,16 +22,7 @@ from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path, is_remote, user_errors
 
 _log = logging.getLogger(__name__)
-BLOCK, SMALL_BLOCK = 4096, 256
-"""Number of documents in a file of embeddings. An interrupted job loses at most one file per rank."""
-_SMALL_CORPUS = 1 << 16
-"""A corpus with fewer documents is split into small blocks, so that every rank has some."""
 Value = TypeVar("Value")
-
-
-def block_size(documents: int) -> int:
-    """Return how many documents of a corpus of this size a file has. It doesn't depend on the number of ranks."""
-    return SMALL_BLOCK if documents < _SMALL_CORPUS else BLOCK
 
 
 def local_model(path: str, cache: Path) -> str:

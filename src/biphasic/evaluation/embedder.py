@@ -33,8 +33,6 @@ class EncoderEmbedder:
         if self.dimension is None and truncate_dim is not None and truncate_dim < self.encoder.width:
             self.dimension = truncate_dim
         self.width: int = self.dimension or self.encoder.width
-        self.device: torch.device = next(self.encoder.backbone.parameters()).device
-        """The device of the weights; embeddings are compared on it."""
         self.cut = 0
         """Number of texts so far that were longer than the model's maximum length."""
 
@@ -60,13 +58,12 @@ class EncoderEmbedder:
         tokenizer = self.encoder.text_tokenizer
         ids, cut = zip(*tokenizer.tokenize_and_count(texts, tokenizer.max_length), strict=True) if texts else ((), ())
         self.cut += sum(map(bool, cut))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(self.encoder.device.type, torch.bfloat16, enabled=self.bf16):
             embeddings = self.encoder.embed(ids, progress)[:, : self.width]
         finite = embeddings.isfinite().all(1)
         if not bool(finite.all()):
             text = texts[int((~finite).nonzero()[0])]
-            raise UserError(
-                f"model {self.name}: the embedding of {text[:60]!r} is not finite: its weights are damaged, or "
-                "overflow in this precision (precision=fp32)"
-            )
+            problem = f"the embedding of {text[:60]!r} is not finite"
+            advice = "its weights are damaged, or overflow in this precision (precision=fp32)"
+            raise UserError(f"model {self.name}: {problem}: {advice}")
         return embeddings.numpy()

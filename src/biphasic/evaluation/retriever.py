@@ -20,10 +20,13 @@ from mteb.types import PromptType
 from torch import Tensor
 
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import block_size, corpus_folder, from_first_rank, progress_bar, stored
+from biphasic.evaluation.blocks import corpus_folder, from_first_rank, progress_bar, stored
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
+
+BLOCK, SMALL_BLOCK = 4096, 256
+"""Number of documents in a file of embeddings. An interrupted job loses at most one file per rank."""
 
 
 class Retriever(AbsEncoder):
@@ -63,7 +66,6 @@ class Retriever(AbsEncoder):
         *,
         task_metadata: TaskMetadata,
         hf_split: str,
-        hf_subset: str,
         top_k: int,
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
@@ -75,7 +77,7 @@ class Retriever(AbsEncoder):
         ids, query_ids, title = self._corpus["id"][:], queries["id"][:], f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
         embedded = self._embed_shared(texts, self._prompt(task_metadata, PromptType.query), f"{title}: queries")
-        sought = torch.from_numpy(embedded).to(self.embedder.device)
+        sought = torch.from_numpy(embedded).to(self.embedder.encoder.device)
         nearest = ExactTopK(sought, top_k, self.embedder.sentence_settings.similarity)
         mask = None if top_ranked is None else _candidate_mask(top_ranked, query_ids, ids)
         prompt = self._prompt(task_metadata, PromptType.document)
@@ -87,14 +89,7 @@ class Retriever(AbsEncoder):
         return {query: dict(documents) for query, documents in nearest.ranking(query_ids, ids).items()}
 
     def encode(
-        self,
-        inputs: Any,
-        *,
-        task_metadata: TaskMetadata,
-        hf_split: str,
-        hf_subset: str,
-        prompt_type: PromptType | None = None,
-        **kwargs: Any,
+        self, inputs: Any, *, task_metadata: TaskMetadata, hf_split: str, prompt_type: Any = None, **kwargs: Any
     ) -> np.ndarray:
         """Return embeddings of mteb's batches of texts, fp32 [texts, width]."""
         texts = [text for batch in inputs for text in batch["text"]]
@@ -130,7 +125,8 @@ class Retriever(AbsEncoder):
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
         embedder, count, rank, world = self.embedder, len(corpus), dist.get_global_rank(), dist.get_world_size()
-        block, folder = block_size(count), None
+        # Not by the number of ranks, so that another number finds the files. Every rank has some of a small corpus.
+        block, folder = SMALL_BLOCK if count < 1 << 16 else BLOCK, None
         if self._cache is not None:
             key = {"revision": embedder.revision, "settings": dict(embedder.settings), "prompt": prompt, "block": block}
             key["corpus"] = from_first_rank(lambda: _corpus_hash(corpus))

@@ -149,10 +149,8 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
     encoder = load_embedder(path, model.trust_remote_code, model.revision)
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
-            raise UserError(
-                f"model {model.path}: has no modules.json (sentence-transformers' format), so its pooling is unknown: "
-                "set model.pooling to mean, cls, lasttoken or max"
-            )
+            problem = "has no modules.json (sentence-transformers' format), so its pooling is unknown"
+            raise UserError(f"model {model.path}: {problem}: set model.pooling to mean, cls, lasttoken or max")
         encoder.pooling = Pooling(model.pooling)
     elif model.pooling is not None and model.pooling != encoder.pooling.mode:
         raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")

@@ -26,8 +26,6 @@ JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
 _FORMATS = (".jsonl", ".parquet", ".tsv")
 _BATCH_ROWS = 10_000
-_LOOKED_AT = 1000
-"""Number of queries whose script is compared with the language's."""
 _log = logging.getLogger(__name__)
 
 
@@ -120,7 +118,7 @@ def read_set(folder: str, name: str, language: str, only: Sequence[str] | None =
     qrels = _read_qrels(Path(folder))
     if missing := [split for split in only or () if split not in qrels]:
         raise UserError(f"retrieval set {folder}: has no split {missing[0]} (it has: {', '.join(qrels)})")
-    letters = [letter for text in texts["text"][:_LOOKED_AT] for letter in text if letter.isalpha()]
+    letters = [letter for text in texts["text"][:1000] for letter in text if letter.isalpha()]
     latin = sum(unicodedata.name(letter, "").startswith("LATIN") for letter in letters)
     if language.endswith("-Latn") and latin < len(letters) / 2:
         problem = "most letters of its queries are not Latin: BM25 would not find their words; name their language"

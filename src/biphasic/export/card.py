@@ -15,11 +15,8 @@ from biphasic.config.model_names import model_name
 from biphasic.durations import BatchShape, longest_row, recorded_shapes
 from biphasic.export.folder import hub_id, parse_card, quote_numbers
 
-_CARD = Template(
-    Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"),
-    trim_blocks=True,
-    keep_trailing_newline=True,
-)
+_TEMPLATE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+_CARD = Template(_TEMPLATE, trim_blocks=True, keep_trailing_newline=True)
 _PIPELINES = {"classification": "text-classification", "multi_label": "text-classification",
               "regression": "text-classification", "tokens": "token-classification",
               "question_answering": "question-answering", "answer_tokens": "question-answering",

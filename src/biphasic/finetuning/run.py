@@ -101,8 +101,7 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     for result in trial.results:
         scores = [(split, *score) for split, values in result.more.items() for score in values.items()]
         rows[result.name] = ", ".join(f"{metric} {value:.4f} ({split})" for split, metric, value in scores)
-    names = task.label_names
-    if names:
+    if names := task.label_names:
         rows["Labels"] = ", ".join(names)
     encoder = model.encoder
     card = functools.partial(

@@ -158,9 +158,9 @@ def check_trial(config: FinetuneConfig) -> None:
     with torch.device("meta"):
         task.build_head(getattr(model, "hidden_size", 1 << 20))
     for folder, table in task.tables():
-        folder.size(table)
+        folder.row_count(table)
     if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
-        warmup_batches(config, count_steps(config, task.data.size("train")[0]))
+        warmup_batches(config, count_steps(config, task.data.row_count("train")))
 
 
 def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:

@@ -62,10 +62,8 @@ def attention(
         ValueError: the backend doesn't support one of the layer's options.
     """
     if segments is None or is_causal is None or attention_mask is not None:
-        raise NotPackedError(
-            "this backbone attends to packed segments: call biphasic.model.forward.packed_forward, which passes "
-            "them and no padding"
-        )
+        call = "call biphasic.model.forward.packed_forward, which passes them and no padding"
+        raise NotPackedError(f"this backbone attends to packed segments: {call}")
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
     backend = attention_backend
@@ -171,7 +169,6 @@ class AttentionOptions(NamedTuple):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    assert varlen_attn is not None
     # [tokens, heads, head_dim], contiguous, so that gradients are contiguous too.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     left = options.window - 1  # number of tokens that a query attends to on this side; -1: all
@@ -181,7 +178,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, optio
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         scale=options.scale, window_size=(left, 0 if options.causal else left), **GQA_OPTIONS,
     )  # fmt: skip
-    assert isinstance(output, Tensor)
     return output[None]
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from biphasic.model.language_model import LanguageModel, from_hf_config, languag
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, user_error
 from biphasic.storage.hub import require_model
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 BIDIRECTIONAL = "bidirectional_"
@@ -81,7 +78,7 @@ def load_language_model(
     return language_model_of(model, f"model {path}", sequence_length)
 
 
-def hf_config_from_json(text: str) -> PretrainedConfig:
+def hf_config_from_json(text: str) -> Any:
     """Build a Hugging Face configuration from its JSON."""
     from transformers import AutoConfig
 

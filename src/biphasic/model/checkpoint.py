@@ -103,9 +103,8 @@ def require_safe_checkpoint(path: str) -> None:
     with user_errors(f"checkpoint {path}: is damaged or incomplete", *kinds):
         names = _sharded_globals(local) if local.is_dir() else _unsafe_globals(local)
     if names:
-        raise UserError(
-            f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
-        )
+        problem = f"loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
+        raise UserError(f"checkpoint {path}: {problem}")
 
 
 @contextmanager

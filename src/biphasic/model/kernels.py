@@ -11,7 +11,6 @@ import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.version import hip
 from biphasic.errors import UserError, first_line
 from biphasic.model.segments import visibility_mask
 
-varlen_attn: Callable[..., Any] | None = None
+varlen_attn: Any = None
 """PyTorch's attention over segments of any length; None before torch 2.10, on which other backends compute it."""
 with suppress(ImportError):
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -35,8 +34,6 @@ KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN
 # The modules of kernels that are not part of PyTorch, and the major compute capabilities that support them.
 _MODULES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
 _CAPABILITIES = {"fa4": (9, 10), "fa3": (9,), "cudnn": (9, 10)}
-_CUDNN_WITH_EMPTY_SEGMENTS = 92500
-"""Oldest cuDNN version whose attention supports empty segments; older ones return NaN (cudnn-frontend, issue 943)."""
 # In PyTorch 2.11, grouped-query attention needs no argument.
 GQA_OPTIONS: dict[str, Any] = (
     {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -86,7 +83,7 @@ def _missing_requirement(name: str) -> str | None:
         return "this GPU doesn't support them"
     if name in _MODULES:
         return None if _has_module(_MODULES[name]) else f"the module {_MODULES[name]} isn't installed"
-    if (torch.backends.cudnn.version() or 0) < _CUDNN_WITH_EMPTY_SEGMENTS:
+    if (torch.backends.cudnn.version() or 0) < 92500:  # older ones return NaN (cudnn-frontend, issue 943)
         return "cuDNN is older than 9.25, the first that takes empty segments"
     if torch.are_deterministic_algorithms_enabled():
         return "compute.deterministic is true, and PyTorch doesn't say whether their backward pass is deterministic"
@@ -123,7 +120,6 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
     """
     from torch.nn.attention import current_flash_attention_impl
 
-    assert varlen_attn is not None
     heads, tokens = hf_config.num_attention_heads, sum(_TRIED_LENGTHS)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +136,6 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
             output = varlen_attn(
                 query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **GQA_OPTIONS
             )
-            assert isinstance(output, Tensor)
             results = [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
             for result, expected in zip(results, _dense(inputs, upstream, causal), strict=True):
                 # `not <=` instead of `>`, so that NaN is an error.

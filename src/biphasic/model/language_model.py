@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_at_targets
 from biphasic.model.probe import computes_own_logits, packing_problem
 from biphasic.model.segments import Segments
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
 """Families with ModernBERT's prediction head, and its name in their classes."""
@@ -154,14 +150,12 @@ def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:
     """Return a configuration's rotary positions. Raises a UserError if they are scaled or have several bases."""
     rope = getattr(hf_config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
-        raise UserError(
-            f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
-            f"rope_parameters: {rope}); leave rope_theta out"
-        )
+        problem = f"has no plain rotary positions with one base (its rope_parameters: {rope}); leave rope_theta out"
+        raise UserError(f"model.rope_theta: {path} ({hf_config.model_type}) {problem}")
     return rope
 
 
-def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:
+def llama_config(size: Architecture, positions: int, **settings: float) -> Any:
     """Build a Llama's configuration. `settings` replace `rms_norm_eps`, `rope_theta` and `initializer_range`."""
     from transformers import LlamaConfig
 
@@ -175,7 +169,7 @@ def llama_config(size: Architecture, positions: int, **settings: float) -> Pretr
     )  # fmt: skip
 
 
-def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = None) -> LanguageModel:
+def from_hf_config(hf_config: Any, seed: int, device: str | None = None) -> LanguageModel:
     """Build a network with new weights in fp32, drawn from a normal distribution with std `initializer_range`.
 
     Different types of the `device`, by default the CPU, draw different weights from the same seed; `meta` allocates none.
@@ -193,7 +187,7 @@ def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = 
         if hf_config.model_type in MODERNBERT_HEADS:
             from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
 
-            head = ModernBertPredictionHead(hf_config)  # pyright: ignore[reportArgumentType]
+            head = ModernBertPredictionHead(hf_config)
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     return LanguageModel(backbone, lm_head, head)
