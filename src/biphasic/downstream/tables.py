@@ -27,8 +27,6 @@ from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_COMPRESSED = (".gz", ".zst")
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zlib.error)
 """Errors of the readers; the last two of archives that are incomplete or damaged."""
 _BATCH_ROWS = 1000
@@ -200,7 +198,7 @@ def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns
             raise UserError(f"{source}: has no rows")
         return _from_files("parquet", files)
     if builder == "csv":
-        separator = _SEPARATORS[_suffix(files[0])]
+        separator = "\t" if _suffix(files[0]) == ".tsv" else ","
         read = functools.partial(table_rows, separator=separator, columns=config.columns, used=columns)
     else:
         read = functools.partial(column_rows, names=config.columns, columns=columns)
@@ -264,5 +262,5 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
 
 
 def _suffix(file: str) -> str:
-    name = next((file.removesuffix(packed) for packed in _COMPRESSED if file.endswith(packed)), file)
+    name = next((file.removesuffix(packed) for packed in (".gz", ".zst") if file.endswith(packed)), file)
     return Path(file if name.endswith(".parquet") else name).suffix.lower()

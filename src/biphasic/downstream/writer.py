@@ -22,16 +22,15 @@ STARTED = "task.started"
 """Written before the first table and removed after the record. Only tables beside this file may be removed."""
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
+_PAIRS = {"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}
 SCHEMAS = {
     "classification": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.int32()}),
     "regression": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.float32()}),
     "multi_label": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "labels": pa.list_(pa.int32())}),
     "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
     "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
-    "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),
-    "scored_pairs": pa.schema(
-        {"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS, "scores": pa.list_(pa.float32())}
-    ),
+    "pairs": pa.schema(_PAIRS),
+    "scored_pairs": pa.schema({**_PAIRS, "scores": pa.list_(pa.float32())}),
     "corpus": pa.schema({"_id": _TEXT, "title": _TEXT, "text": _TEXT}),
     "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
     "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),

@@ -110,10 +110,9 @@ class Retriever(AbsEncoder):
         # Sorted by length, so that all ranks have about the same amount of work.
         order = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
         local = order[rank::world]
+        prompted = [prompt + texts[index] for index in local]
         with progress_bar(len(texts), title) as bar:
-            embedded = self.embedder.embed(
-                [prompt + texts[index] for index in local], lambda done: bar.update(done * world)
-            )
+            embedded = self.embedder.embed(prompted, lambda done: bar.update(done * world))
         shares = dist.all_gather_object((_hash(list(texts)), local, embedded))
         if len({text_hash for text_hash, *_ in shares}) > 1:
             raise UserError(f"{title}: the ranks were given different texts; run this task with one process")

@@ -64,9 +64,8 @@ def run(config: EvaluateConfig) -> Path:
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
-    print_once(
-        f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}"
-    )
+    names = ", ".join(task.name for task in tasks)
+    print_once(f"evaluating {config.model.path} on {names}: mteb's results and {folder}")
     systems = [_model(config)]
     if config.baselines:
         fingerprint = f"bm25s {importlib.metadata.version('bm25s')}"

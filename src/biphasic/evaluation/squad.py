@@ -103,7 +103,7 @@ def squad_scores(
             # In v2.0's script, no answer is wrong for a question with answers even if all of them normalize to nothing.
             scores[name].append(float(not answers) if score > threshold else measure(prediction, answers))
     if not all(golds):
-        by_kind = {"no_answer_f1": False, "has_answer_f1": True}
-        f1 = list(zip(golds, scores["f1"], strict=True))
-        scores |= {name: [one for answers, one in f1 if bool(answers) is kind] for name, kind in by_kind.items()}
+        pairs = list(zip(scores["f1"], golds, strict=True))
+        scores["no_answer_f1"] = [f1 for f1, answers in pairs if not answers]
+        scores["has_answer_f1"] = [f1 for f1, answers in pairs if answers]
     return {name: fmean(values) for name, values in scores.items() if values}

@@ -64,9 +64,8 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     if others and "full" not in config.documents:
         reason = f"{', '.join(others)} would not be scored: only retrieval tasks have documents"
         raise UserError(f"documents: expected full too, because {reason}; got {', '.join(config.documents)}")
-    return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
-        _plan_set(path, config) for path in config.sets
-    ]
+    planned = [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()]
+    return planned + [_plan_set(path, config) for path in config.sets]
 
 
 def _modalities(task: Any) -> set[str]:

@@ -112,19 +112,15 @@ def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
     shaped = config.model_type in _LLAMA_SHAPED and not getattr(config, "sliding_window", None)
     biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     if shaped and not biases and config.rope_parameters["rope_type"] == "default":
-        return _eurobert_format(config, special)
+        content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
+        return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
     if config.model_type in MODERNBERT_HEADS:
         return _modernbert_format(config, special)
     if config.model_type == "eurobert":
         raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
     return _bidirectional_format(config, special)
-
-
-def _eurobert_format(config: Any, special: dict[str, int | None]) -> Format:
-    content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
-    return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
 
 
 def _modernbert_format(config: Any, special: dict[str, int | None]) -> Format:

@@ -69,8 +69,8 @@ class Classification(PredictionTask):
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         names, predicted = self.data.label_names, answers["predicted"]
-        metrics = {"accuracy": accuracy_score, "matthews": matthews_corrcoef}
-        scores = {name: float(function(gold, predicted)) for name, function in metrics.items()}
+        matthews = float(matthews_corrcoef(gold, predicted))
+        scores = {"accuracy": float(accuracy_score(gold, predicted)), "matthews": matthews}
         if len(names) == 2:
             scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores

@@ -35,9 +35,8 @@ KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN
 _MODULES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
 _CAPABILITIES = {"fa4": (9, 10), "fa3": (9,), "cudnn": (9, 10)}
 # In PyTorch 2.11, grouped-query attention needs no argument.
-GQA_OPTIONS: dict[str, Any] = (
-    {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_NEEDS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if _NEEDS_GQA else {}
 _TRIED_LENGTHS = (150, 0, 1, 90, 0)
 _TOLERANCE = 2e-2
 """Maximum error of bf16 results, relative to the norm of those in fp32."""

@@ -271,9 +271,8 @@ class AttentionReport:
         marks = {None: "", True: "yes", False: "no"}
         rows: list[tuple[str, ...]] = [("asked for by", "direction", "future", "other segments", "padding", "")]
         for each in self.checks:
-            remark = (
-                f"can't be called so: {each.error}" if each.error else f"WRONG: {each.problem}" * bool(each.problem)
-            )
+            remark = f"WRONG: {each.problem}" if each.problem else ""
+            remark = f"can't be called so: {each.error}" if each.error else remark
             seen = (marks[aspect] for aspect in (each.future, each.other_segments, each.padding))
             rows.append((each.way, each.direction, *seen, remark))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
