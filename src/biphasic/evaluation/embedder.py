@@ -33,6 +33,7 @@ class EncoderEmbedder:
         if self.dimension is None and truncate_dim is not None and truncate_dim < self.encoder.width:
             self.dimension = truncate_dim
         self.width: int = self.dimension or self.encoder.width
+        self.device: torch.device = self.encoder.device
         self.cut = 0
         """Number of texts so far that were longer than the model's maximum length."""
 
@@ -58,7 +59,7 @@ class EncoderEmbedder:
         tokenizer = self.encoder.text_tokenizer
         ids, cut = zip(*tokenizer.tokenize_and_count(texts, tokenizer.max_length), strict=True) if texts else ((), ())
         self.cut += sum(map(bool, cut))
-        with torch.autocast(self.encoder.device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             embeddings = self.encoder.embed(ids, progress)[:, : self.width]
         finite = embeddings.isfinite().all(1)
         if not bool(finite.all()):

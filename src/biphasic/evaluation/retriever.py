@@ -77,7 +77,7 @@ class Retriever(AbsEncoder):
         ids, query_ids, title = self._corpus["id"][:], queries["id"][:], f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
         embedded = self._embed_shared(texts, self._prompt(task_metadata, PromptType.query), f"{title}: queries")
-        sought = torch.from_numpy(embedded).to(self.embedder.encoder.device)
+        sought = torch.from_numpy(embedded).to(self.embedder.device)
         nearest = ExactTopK(sought, top_k, self.embedder.sentence_settings.similarity)
         mask = None if top_ranked is None else _candidate_mask(top_ranked, query_ids, ids)
         prompt = self._prompt(task_metadata, PromptType.document)

@@ -37,8 +37,9 @@ class LocalRetrieval(AbsTaskRetrieval):
 
     def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
         """Copy the content to `dataset`, because mteb removes queries from it."""
-        copies = ((subset, {split: dict(splits[split]) for split in splits}) for subset, splits in self.content.items())
-        self.dataset: Any = dict(copies)
+        self.dataset: Any = {
+            subset: {split: dict(data) for split, data in splits.items()} for subset, splits in self.content.items()
+        }
         self.data_loaded = True
 
 
