@@ -105,5 +105,6 @@ def squad_scores(
     if not all(golds):
         pairs = list(zip(scores["f1"], golds, strict=True))
         scores["no_answer_f1"] = [f1 for f1, answers in pairs if not answers]
-        scores["has_answer_f1"] = [f1 for f1, answers in pairs if answers]
-    return {name: fmean(values) for name, values in scores.items() if values}
+        if any(golds):
+            scores["has_answer_f1"] = [f1 for f1, answers in pairs if answers]
+    return {name: fmean(values) for name, values in scores.items()}
