@@ -19,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump
 from biphasic.errors import UserError
-from biphasic.evaluation import blocks, retriever, sets
+from biphasic.evaluation import retriever, sets
 from biphasic.evaluation import run as job
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.retriever import Retriever
@@ -202,7 +202,7 @@ def test_other_splits_subsets_and_languages_are_scored(mirror: Path, model: Path
 
 
 def test_an_interrupted_evaluation_resumes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SMALL_BLOCK", 16)
+    monkeypatch.setattr(retriever, "SMALL_BLOCK", 16)
     own = write_own(tmp_path / "my-set")
     config = config_of(model, tmp_path, sets=[str(own)], baselines=[])
     embedded: list[int] = []
@@ -225,7 +225,7 @@ def test_an_interrupted_evaluation_resumes(model: Path, tmp_path: Path, monkeypa
     limit = -1
     folder = run(config)
     assert embedded == [QUERIES, 16, 16, 16, 16, 16, DOCUMENTS - 9 * 16]
-    monkeypatch.setattr(blocks, "SMALL_BLOCK", 256)
+    monkeypatch.setattr(retriever, "SMALL_BLOCK", 256)
     uninterrupted = run(config_of(model, tmp_path / "uninterrupted", sets=[str(own)], baselines=[]))
     assert values_of(uninterrupted) == values_of(folder)
     # Stored embeddings count as well: with LENGTH tokens at most, several documents are cut.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from biphasic.evaluation import blocks, retriever
+from biphasic.evaluation import retriever
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.sets import read_set
 from helpers.mteb_mirror import write_own
@@ -28,7 +28,7 @@ class RecordingEmbedder(RandomEmbedder):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_each_text_is_embedded_once(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retriever.dist, "all_gather_object", lambda value: [value])
-    monkeypatch.setattr(blocks, "SMALL_BLOCK", 16)
+    monkeypatch.setattr(retriever, "SMALL_BLOCK", 16)
     task = read_set(str(write_own(tmp_path / "my-set")), "Mine", "eng-Latn")
     corpus = task.content["default"]["test"]["corpus"]
     texts = [f"text {at % 7} {at}" for at in range(50)]

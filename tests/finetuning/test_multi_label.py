@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, f1_score
+from sklearn.preprocessing import MultiLabelBinarizer
 from transformers import AutoTokenizer, pipeline
 
 from biphasic.__main__ import main
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.downstream.prepare import prepare_task
 from biphasic.export.onnx import export_onnx
-from biphasic.finetuning.classification import MultiLabel, best_threshold, multi_hot
+from biphasic.finetuning.classification import MultiLabel, best_threshold
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import build_task, run_trial, scored_sets
 from biphasic.model.heads import TextHead
@@ -63,9 +64,9 @@ def test_scores_are_those_of_scikit_learn(tuned: tuple[FinetuneConfig, Path]) ->
     record = json.loads((folder / "record.json").read_text())
     results = {result["metric"]: result for result in record["results"]}
     predictions = rows_of(folder / "predictions", "test")
+    binarizer: Any = MultiLabelBinarizer(classes=NAMES)
     gold, predicted = (
-        multi_hot([[NAMES.index(name) for name in row[column]] for row in predictions], 3)
-        for column in ("gold", "predicted")
+        binarizer.fit_transform([row[column] for row in predictions]) for column in ("gold", "predicted")
     )
     probabilities = np.array([row["score"] for row in predictions])
     expected = {

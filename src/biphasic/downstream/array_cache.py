@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,11 +67,5 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
                         np.save(partial / f"{name}.ends.npy", rows.ends)
                     (partial / "key.json").write_text(text + "\n", encoding="utf-8")
         names = [file.name.removesuffix(".ends.npy") for file in entry.glob("*.ends.npy")]
-        return {name: Ragged(_load(entry / f"{name}.flat.npy"), _load(entry / f"{name}.ends.npy")) for name in names}
-
-
-def _load(file: Path) -> np.ndarray:
-    try:
-        return np.load(file, mmap_mode="r")
-    except ValueError:  # an array without elements can't be mapped
-        return np.load(file)
+        load = functools.partial(np.load, mmap_mode="r")
+        return {name: Ragged(load(entry / f"{name}.flat.npy"), load(entry / f"{name}.ends.npy")) for name in names}

@@ -65,10 +65,8 @@ def table_rows(
     Fields of a CSV file may be in quotation marks; those of a TSV file are read as they are. `columns` names the columns of
     a file without a header. Other readers silently merge the rows up to the next quotation mark, and fill short rows.
 
-    Raises:
-        UserError: a row is shorter or longer than the first one, a quotation mark is not closed, or two columns have the
-            same name of `used`.
-        UnicodeDecodeError: the file is not UTF-8.
+    Raises a UserError if a row is shorter or longer than the first one, a quotation mark is not closed, or two columns
+    have the same name of `used`; and a UnicodeDecodeError if the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
     start, quoting = 1, csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
@@ -91,7 +89,6 @@ def table_rows(
 
 COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
 EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
-_DECIDING_LINES = 10_000
 _NUMBER = re.compile(r"\d+([-.]\d+)?", re.ASCII)
 """A word's number, or in CoNLL-U a range of words (`1-2`) or an empty word (`1.1`)."""
 _TAGGED = re.compile(r"O|[BIESULMW][-_].+|.+[-_][BIESULMW]")
@@ -126,7 +123,7 @@ class _ColumnLayout:
 
 def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str]) -> _ColumnLayout:
     with open_text(file) as text:
-        lines = [line for line in itertools.islice(text, _DECIDING_LINES) if _is_row(line)]
+        lines = [line for line in itertools.islice(text, 10_000) if _is_row(line)]
     rows = [line for line in lines if not line.startswith("#")] or lines
     tabs = bool(rows) and "\t" in rows[0]
     split = _ColumnLayout(tabs, 0, None, 0, None, frozenset()).fields
@@ -137,12 +134,10 @@ def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str])
     numeric = [all(map(_NUMBER.fullmatch, column)) for column in values]
     if names is not None and len(names) != width and fields:
         raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
-    tokens = 0 if names is None or columns[0] not in names else names.index(columns[0])
-    if names is None and width > 1 and numeric[0]:
-        tokens = 1
-    labels = None
+    tokens, labels = int(names is None and width > 1 and numeric[0]), None
     if names is not None:
-        labels = names.index(columns[1]) if len(columns) > 1 and columns[1] in names else None
+        places = {name: place for place, name in enumerate(names)}
+        tokens, labels = places.get(columns[0], 0), places.get(columns[1]) if len(columns) > 1 else None
     elif tokens + 1 < width:
         tagged = [column for column in range(tokens + 1, width) if "O" in values[column]]
         labels = (tagged or [width - 1])[0 if tokens else -1]
@@ -166,18 +161,19 @@ def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) 
     one with labels. This is decided once, from the file's first 10,000 lines. `columns` are the names of the tokens' column
     and, if labels are needed, of theirs.
 
-    Raises:
-        UserError: there are no labels but they are needed, the tokens are all numbers, or a line has another number of
-            fields than most.
-        UnicodeDecodeError: the file is not UTF-8.
+    Raises a UserError if there are no labels but they are needed, the tokens are all numbers, or a line has another number
+    of fields than most; and a UnicodeDecodeError if the file is not UTF-8.
     """
     layout = _read_layout(file, names, columns)
+    own = {"tokens": layout.tokens, "labels": layout.labels}
+    places = own if names is None else {name: place for place, name in enumerate(names)}
     sentence: list[list[str]] = []
     with open_text(file) as lines:
-        for place, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
+        for number, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
             if not line.strip():
                 if sentence:
-                    yield _sentence(sentence, names, layout)
+                    values = list(zip(*sentence, strict=True))
+                    yield {name: list(values[place]) for name, place in places.items() if place is not None}
                 sentence = []
                 continue
             if not _is_row(line) or layout.is_comment(line):
@@ -185,18 +181,10 @@ def column_rows(file: str, names: Sequence[str] | None, columns: Sequence[str]) 
             fields = layout.fields(line)
             if len(fields) != layout.width:
                 expected = f"expected {layout.width} columns, as in the other lines"
-                raise UserError(f"{file}:{place}: has {len(fields)} columns; {expected}: {EXAMPLE}")
+                raise UserError(f"{file}:{number}: has {len(fields)} columns; {expected}: {EXAMPLE}")
             if layout.number is None or fields[layout.number].isdecimal():
                 sentence.append(fields)
 
 
 def _is_row(line: str) -> bool:
     return bool(line.strip()) and not line.startswith("-DOCSTART-")
-
-
-def _sentence(lines: list[list[str]], names: Sequence[str] | None, layout: _ColumnLayout) -> dict[str, list[str]]:
-    columns = [list(column) for column in zip(*lines, strict=True)]
-    if names is not None:
-        return dict(zip(names, columns, strict=True))
-    labels = {} if layout.labels is None else {"labels": columns[layout.labels]}
-    return {"tokens": columns[layout.tokens], **labels}

@@ -86,12 +86,8 @@ class Labels:
         text = label_text(value, self.key)
         if (found := None if self.declared else self._numbers.get(text)) is not None:
             return found
-        if (
-            self._indexed
-            and not isinstance(value, bool)
-            and _WHOLE.fullmatch(text)
-            and 0 <= int(text) < len(self.names)
-        ):
+        is_whole = not isinstance(value, bool) and _WHOLE.fullmatch(text)
+        if self._indexed and is_whole and 0 <= int(text) < len(self.names):
             return int(text)
         shown = ", ".join(self.names[:_SHOWN]) + f", … ({len(self.names)} names)" * (len(self.names) > _SHOWN)
         numbers = f", nor an index from 0 to {len(self.names) - 1}" if self._indexed else ""
@@ -119,13 +115,9 @@ def read_names(values: Iterable[Any], source: str, key: str) -> list[str]:
     similar: dict[str, str] = {}
     for name in sorted(names):
         if (other := similar.setdefault(name.strip().lower(), name)) != name:
-            advice = "make them equal, or give label_names"
-            raise UserError(
-                f"{source}: {key}: the labels {other!r} and {name!r} differ only by case or spaces: {advice}"
-            )
-    if all(_WHOLE.fullmatch(name) for name in names):
-        return sorted(names, key=int)
-    return sorted(names)
+            problem = f"the labels {other!r} and {name!r} differ only by case or spaces"
+            raise UserError(f"{source}: {key}: {problem}: make them equal, or give label_names")
+    return sorted(names, key=int if all(map(_WHOLE.fullmatch, names)) else None)
 
 
 class TagScheme:
@@ -184,21 +176,3 @@ def _tags_and_types(labels: list[str], source: str) -> tuple[str, dict[str, tupl
             raise UserError(f"{source}: {problem}: expected labels of one scheme")
         return name, parts
     return ("IO" if labels else "BIO"), {label: ("I", label) for label in labels}
-
-
-def label_pairs(sentences: Iterable[Iterable[Any]]) -> set[tuple[str, str]]:
-    """Return every label that is a text with the one before it in its sentence (`O` at the start)."""
-    pairs = set[tuple[str, str]]()
-    for sentence in sentences:
-        before = "O"
-        for label in sentence:
-            if isinstance(label, str):
-                pairs.add((before, label))
-                before = label
-    return pairs
-
-
-def bio_names(pairs: set[tuple[str, str]], scheme: TagScheme) -> list[str]:
-    """Return the BIO names of the labels that occur: `O`, then by type, `B-` before `I-`."""
-    names = {scheme.to_bio(pair)[1] for pair in pairs}
-    return sorted({"O", *names}, key=lambda label: (label != "O", label[2:], label))

@@ -7,6 +7,7 @@ it is incomplete; until then, `task.started` marks the tables as written by Biph
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,6 @@ from biphasic.config.plan import JobPlan
 from biphasic.config.tasks import RetrievalSet, TasksConfig, source_datasets
 from biphasic.downstream.beir import write_retrieval
 from biphasic.downstream.supervised import SUPERVISED_WRITERS
-from biphasic.downstream.tables import file_patterns
 from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
 from biphasic.storage import glob_pattern, join, json_bytes, open_store, user_errors
@@ -73,10 +73,8 @@ def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
     if recorded != settings:
         keys = ", ".join(sorted(key for key in {*recorded, *settings} if recorded.get(key) != settings.get(key)))
         notes = "; ".join(record.get("notes", [])) if "label_names" in keys else ""
-        here = f"; it has {notes}" if notes else ""
-        raise UserError(
-            f"{path} was made with other settings ({keys} differ{here}): remove it, or choose another output"
-        )
+        differ = f"{keys} differ; it has {notes}" if notes else f"{keys} differ"
+        raise UserError(f"{path} was made with other settings ({differ}): remove it, or choose another output")
     return record
 
 
@@ -105,7 +103,8 @@ def plan_tasks(config: TasksConfig, names: list[str]) -> JobPlan:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
         sources, done = dict[str, None](), finished_record(name, config) is not None
         for _, dataset, _ in source_datasets("", task):
-            paths = [dataset.path] if dataset.path else file_patterns(dataset)
+            files = itertools.chain.from_iterable((dataset.files or {}).values())
+            paths = [dataset.path] if dataset.path else list(files)
             sources[" ".join(filter(None, [", ".join(paths), dataset.name, dataset.revision]))] = None
             for path in paths if not done else ():
                 is_local = dataset.path is None or is_local_path(path) or is_made_by_jobs(path)

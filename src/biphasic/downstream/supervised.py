@@ -16,7 +16,7 @@ from biphasic.config.tasks import (
     SupervisedSet,
     TokensSet,
 )
-from biphasic.downstream.labels import Labels, TagScheme, bio_names, label_pairs, label_text, number, read_names
+from biphasic.downstream.labels import Labels, TagScheme, label_text, number, read_names
 from biphasic.downstream.tables import InvalidRow, Table, TableRow, open_table, require_strings
 from biphasic.downstream.writer import TaskWriter
 from biphasic.errors import UserError
@@ -58,13 +58,14 @@ def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable
     return rows
 
 
-def _declared_names(table: Table, column: str, given: list[str] | None) -> list[str] | None:
-    """Return the names that the dataset itself has for the labels in a column; a UserError if others are given."""
-    names = table.label_names(column)
-    if names is not None and given not in (None, names):
-        shown, expected = ", ".join(given or []), ", ".join(names)
+def _named_labels(table: Table, column: str, given: list[str] | None, key: str) -> Labels | None:
+    """Return the labels that the dataset itself or `label_names` names, if one does; a UserError if they differ."""
+    declared = table.label_names(column)
+    if declared is not None and given not in (None, declared):
+        shown, expected = ", ".join(given or []), ", ".join(declared)
         raise UserError(f"{table.source}: label_names are {shown}, but the dataset says {expected}")
-    return names
+    names = given if declared is None else declared
+    return None if names is None else Labels(names, declared is not None, table.source, key)
 
 
 def _values(config: DatasetConfig, split: str, columns: list[str]) -> Iterator[tuple[Any, ...]]:
@@ -74,20 +75,17 @@ def _values(config: DatasetConfig, split: str, columns: list[str]) -> Iterator[t
             yield row["values"]
 
 
-def _read_label_names(
-    writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table, column: str, separator: str | None = None
-) -> Labels:
-    """Return the labels of a column, named by the dataset, by `label_names` or by the values in all splits."""
-    key = f"label_column {column!r}"
-    if (names := _declared_names(table, column, task.label_names)) is not None or task.label_names is not None:
-        labels = Labels(names or task.label_names or [], names is not None, table.source, key)
+def _read_label_names(writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table) -> Labels:
+    """Return the labels of `label_column`, named by the dataset, by `label_names` or by the values in all splits."""
+    column, key = task.label_column, f"label_column {task.label_column!r}"
+    if (labels := _named_labels(table, column, task.label_names, key)) is not None:
         writer.label_names = labels.names
         return labels
 
     def values(split: str) -> Iterator[Any]:
         for (value,) in _values(task.source, split, [column]):
             with suppress(InvalidRow):  # counted when the table is written
-                yield from _as_list(value, separator) if isinstance(task, MultiLabelSet) else [value]
+                yield from _as_list(value, task.label_separator) if isinstance(task, MultiLabelSet) else [value]
 
     by_split = {split: read_names(values(split), table.source, key) for split in dict.fromkeys(task.splits.values())}
     writer.label_names = read_names(itertools.chain(*by_split.values()), table.source, key)
@@ -97,12 +95,9 @@ def _read_label_names(
     _note_labels(writer, "from the data: ")
     if "train" in task.splits:
         known = set(by_split[task.splits["train"]])
-        unseen = [name for name in writer.label_names if name not in known]
-        if unseen:
-            warning = (
-                f"{len(unseen)} of {len(writer.label_names)} labels are not in train: {', '.join(unseen[:_SHOWN])}"
-            )
-            writer.record["warnings"].append(warning)
+        if unseen := [name for name in writer.label_names if name not in known]:
+            counts = f"{len(unseen)} of {len(writer.label_names)} labels"
+            writer.record["warnings"].append(f"{counts} are not in train: {', '.join(unseen[:_SHOWN])}")
     return Labels(writer.label_names, False, table.source, key)
 
 
@@ -124,14 +119,11 @@ def _as_list(value: Any, separator: str | None) -> list[Any]:
     return value
 
 
-def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet) -> None:
+def _write_labelled_texts(writer: TaskWriter, task: RegressionSet | MultiLabelSet) -> None:
     columns = [task.text_column, *filter(None, [task.text_pair_column])]
     texts = len(columns)
     names = dict(zip(("text", "text_pair"), columns, strict=False))
-    if isinstance(task, MultiLabelSet):
-        columns += task.label_columns or [task.label_column]
-    else:
-        columns.append(task.label_column)
+    columns += (task.label_columns if isinstance(task, MultiLabelSet) else None) or [task.label_column]
     tables = _tables(writer, task, columns)
     first = next(iter(tables.values()))
     target = _targets(writer, task, first)
@@ -145,18 +137,16 @@ def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | Regressi
     _write_splits(writer, task, tables, make, len(columns))
 
 
-def _targets(
-    writer: TaskWriter, task: ClassificationSet | RegressionSet | MultiLabelSet, table: Table
-) -> Callable[..., TableRow]:
+def _targets(writer: TaskWriter, task: RegressionSet | MultiLabelSet, table: Table) -> Callable[..., TableRow]:
     """Return the function that makes a row's target from the values of its label columns."""
     if isinstance(task, MultiLabelSet):
         if columns := task.label_columns:
             writer.label_names = list(columns)
             return lambda *values: {"labels": [at for at, value in enumerate(values) if _is_set(columns[at], value)]}
-        labels = _read_label_names(writer, task, table, task.label_column, task.label_separator)
+        labels = _read_label_names(writer, task, table)
         return lambda value: {"labels": sorted({labels.number(each) for each in _as_list(value, task.label_separator)})}
     if isinstance(task, ClassificationSet):
-        labels = _read_label_names(writer, task, table, task.label_column)
+        labels = _read_label_names(writer, task, table)
         return lambda value: {"label": labels.number(value)}
     return lambda value: {"label": number(value, f"label_column {task.label_column!r}")}
 
@@ -173,18 +163,19 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     key = f"a label of labels_column {task.labels_column!r}"
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
-    declared = _declared_names(table, task.labels_column, task.label_names)
-    if (given := declared or task.label_names) is not None:
-        labels = Labels(given, declared is not None, table.source, key)
-        scheme = TagScheme(given, table.source)
-        writer.label_names = scheme.bio_names(given)
+    if (labels := _named_labels(table, task.labels_column, task.label_names, key)) is not None:
+        scheme = TagScheme(labels.names, table.source)
+        writer.label_names = scheme.bio_names(labels.names)
     else:
         splits = source.files if source.files and not source.path else set(task.splits.values())
-        pairs = label_pairs(tags or [] for split in splits for _, tags in _values(source, split, columns))
+        pairs = set[tuple[str, str]]()  # each label with the one before it
+        for tags in (tags or [] for split in splits for _, tags in _values(source, split, columns)):
+            pairs.update(itertools.pairwise(["O", *(tag for tag in tags if isinstance(tag, str))]))
         if not pairs:
             raise UserError(f"{table.source}: doesn't name its labels: give label_names, in the order of their numbers")
         scheme = TagScheme(dict.fromkeys(label for _, label in sorted(pairs)), table.source)
-        writer.label_names = bio_names(pairs, scheme)
+        names = {"O", *(scheme.to_bio(pair)[1] for pair in pairs)}
+        writer.label_names = sorted(names, key=lambda name: (name != "O", name[2:], name))
         labels = Labels(sorted({label for _, label in pairs}), False, table.source, key)
     _note_labels(writer, "" if scheme.name == "BIO" else f"BIO, made from {scheme.name}: ")
     numbers = {name: at for at, name in enumerate(writer.label_names)}

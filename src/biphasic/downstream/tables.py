@@ -27,8 +27,6 @@ from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_COMPRESSED = (".gz", ".zst")
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zlib.error)
 """Errors of the readers; the last two of archives that are incomplete or damaged."""
 _BATCH_ROWS = 1000
@@ -134,10 +132,8 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Tab
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
         is_script = "Dataset scripts are no longer supported" in str(cause)
-        advice = (
-            ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml" * is_script
-        )
-        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice}") from error
+        advice = ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml"
+        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice * is_script}") from error
     names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
     if missing := [column for column in columns if column not in names]:
         has, expected = ", ".join(names), ", ".join(columns)
@@ -202,13 +198,12 @@ def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns
             raise UserError(f"{source}: has no rows")
         return _from_files("parquet", files)
     if builder == "csv":
-        separator = _SEPARATORS[_suffix(files[0])]
+        separator = "\t" if _suffix(files[0]) == ".tsv" else ","
         read = functools.partial(table_rows, separator=separator, columns=config.columns, used=columns)
     else:
         read = functools.partial(column_rows, names=config.columns, columns=columns)
     rows = itertools.chain.from_iterable(map(read, files))
-    tables = [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]
-    if not tables:
+    if not (tables := [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]):
         raise UserError(f"{source}: has no rows")
     return datasets.Dataset(pa.concat_tables(tables, promote_options="default"))
 
@@ -236,11 +231,6 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys([*columns, *itertools.chain(*rows)])}
 
 
-def file_patterns(config: DatasetConfig) -> list[str]:
-    """Return the file patterns of all of a dataset's splits."""
-    return [pattern for patterns in (config.files or {}).values() for pattern in patterns]
-
-
 def _cache_folder(folder: Path) -> str:
     """Return the `datasets` library's cache folder for a dataset folder in its current state.
 
@@ -257,14 +247,10 @@ def _cache_folder(folder: Path) -> str:
 
 def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     by_place: dict[str, str] = {}
-    for file in (
-        file
-        for pattern in patterns
-        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True))
-    ):
-        by_place.setdefault(os.path.realpath(file), file)
-    files = list(by_place.values())
-    if not files:
+    for pattern in patterns:
+        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True)):
+            by_place.setdefault(os.path.realpath(file), file)
+    if not (files := list(by_place.values())):
         raise UserError(f"{', '.join(patterns)}: there is no such file")
     if empty := [file for file in files if not os.path.getsize(file)]:
         raise UserError(f"{empty[0]}: is empty (0 bytes)")
@@ -276,5 +262,5 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
 
 
 def _suffix(file: str) -> str:
-    name = next((file.removesuffix(packed) for packed in _COMPRESSED if file.endswith(packed)), file)
+    name = next((file.removesuffix(packed) for packed in (".gz", ".zst") if file.endswith(packed)), file)
     return Path(file if name.endswith(".parquet") else name).suffix.lower()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +44,7 @@ class TaskFolder:
     @property
     def label_names(self) -> list[str]:
         """The labels' names in the order of their numbers; a UserError if the record has none."""
-        names = self.record.get("label_names")
-        if not names:
+        if not (names := self.record.get("label_names")):
             raise UserError(f"{self.path}/{TASK_RECORD}: has no label names; prepare it again with `biphasic tasks`")
         return list(names)
 
@@ -54,11 +52,9 @@ class TaskFolder:
         """Return a hash of a table's file."""
         return self._open(table, cached_file_hash)
 
-    def size(self, table: str) -> tuple[int, int]:
-        """Return a table's number of rows, and about its number of characters: its bytes before compression."""
-        metadata = self._open(table, parquet.read_metadata)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        return metadata.num_rows, sum(group.total_byte_size for group in groups)
+    def row_count(self, table: str) -> int:
+        """Return a table's number of rows."""
+        return self._open(table, parquet.read_metadata).num_rows
 
     def columns(self, table: str) -> list[str]:
         """Return the names of a table's columns."""
@@ -69,18 +65,13 @@ class TaskFolder:
         lists = self._open(table, functools.partial(parquet.read_table, columns=[column]))[column]
         return [length or 0 for length in pc.list_value_length(lists).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]
 
-    def read(self, table: str, schema: str, first: int | None = None) -> dict[str, list[Any]]:
-        """Return the columns of a table, or of its first rows; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
+    def read(self, table: str, schema: str) -> dict[str, list[Any]]:
+        """Return the columns of a table; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
 
         Raises a UserError if the table is missing, lacks a column or has no rows.
         """
         columns = SCHEMAS[schema].names
-
-        def read_first(path: Path) -> pa.Table:
-            with parquet.ParquetFile(path) as file:
-                return pa.Table.from_batches(itertools.islice(file.iter_batches(first or 1), 1), file.schema_arrow)
-
-        content = self._open(table, parquet.read_table if first is None else read_first)
+        content = self._open(table, parquet.read_table)
         if missing := [column for column in columns if column not in content.column_names]:
             existing = ", ".join(content.column_names)
             raise UserError(f"{self.path}/{table}.parquet: has no column {missing[0]!r} (it has: {existing})")

@@ -20,25 +20,21 @@ from biphasic.storage import join, open_store
 TASK_RECORD = "task.json"
 STARTED = "task.started"
 """Written before the first table and removed after the record. Only tables beside this file may be removed."""
-_WRITE_ROWS = 1000
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
+_PAIRS = {"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}
 SCHEMAS = {
     "classification": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.int32()}),
     "regression": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.float32()}),
     "multi_label": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "labels": pa.list_(pa.int32())}),
     "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
     "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
-    "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),
-    "scored_pairs": pa.schema(
-        {"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS, "scores": pa.list_(pa.float32())}
-    ),
+    "pairs": pa.schema(_PAIRS),
+    "scored_pairs": pa.schema({**_PAIRS, "scores": pa.list_(pa.float32())}),
     "corpus": pa.schema({"_id": _TEXT, "title": _TEXT, "text": _TEXT}),
     "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
     "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),
 }
-_SHARED_SHARE = 0.5
-"""Share of a split's examples in another split above which there is a warning. Published sets repeat a few percent."""
 
 
 class TaskWriter:
@@ -66,14 +62,14 @@ class TaskWriter:
     def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
         """Write `name`.parquet. Invalid rows are left out and counted.
 
-        Raises:
-            UserError: more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is left.
+        Raises a UserError if more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is
+        left.
         """
         file = self.scratch / "file.parquet"
         left_out, not_used = Counter[str](), Counter[str]()
         first_fault, count, contents, answered = "", 0, set[int](), False
         with pq.ParquetWriter(file, SCHEMAS[schema], compression="zstd") as writer:
-            for group in groups_up_to(_WRITE_ROWS, rows):
+            for group in groups_up_to(1000, rows):
                 valid = [row for row in group if isinstance(row, dict)]
                 not_used.update(row.args[0] for row in group if isinstance(row, UnusedRow))
                 for fault, place in (row.args for row in group if isinstance(row, InvalidRow)):
@@ -102,7 +98,7 @@ class TaskWriter:
         for other, others in self._contents.items():
             (part, smaller), (whole, _) = sorted([(name, contents), (other, others)], key=lambda split: len(split[1]))
             share = len(contents & others) / max(len(smaller), 1)
-            if share > _SHARED_SHARE:
+            if share > 0.5:  # published sets repeat a few percent
                 warning = f"{share:.0%} of {part} also occurs in {whole}: scores don't measure generalization"
                 self.record["warnings"].append(warning)
         self._contents[name] = contents

@@ -22,16 +22,7 @@ from biphasic.ranks import is_first_rank
 from biphasic.storage import atomic_path, is_remote, user_errors
 
 _log = logging.getLogger(__name__)
-BLOCK, SMALL_BLOCK = 4096, 256
-"""Number of documents in a file of embeddings. An interrupted job loses at most one file per rank."""
-_SMALL_CORPUS = 1 << 16
-"""A corpus with fewer documents is split into small blocks, so that every rank has some."""
 Value = TypeVar("Value")
-
-
-def block_size(documents: int) -> int:
-    """Return how many documents of a corpus of this size a file has. It doesn't depend on the number of ranks."""
-    return SMALL_BLOCK if documents < _SMALL_CORPUS else BLOCK
 
 
 def local_model(path: str, cache: Path) -> str:
@@ -59,12 +50,9 @@ def progress_bar(total: int, title: str) -> Any:
 def corpus_folder(cache: Path, limit: int, key: Mapping[str, Any], size: int) -> Path | None:
     """Return the folder for the `size` bytes of a corpus's embeddings, or None, with a warning, if there is no room.
 
-    The least recently used embeddings are removed so that all in the folder `cache` have at most `limit` bytes and fit on
-    the disk. Several evaluations may use it at the same time. `key` is everything that affects the embeddings, as JSON
-    types.
-
-    Raises:
-        UserError: the folder can't be written to.
+    The least recently used embeddings are removed so that all in the folder `cache` have at most `limit` bytes and fit
+    on the disk. Several evaluations may use it at the same time. `key` is everything that affects the embeddings, as
+    JSON types. Raises a UserError if the folder can't be written to.
     """
     text, cache = json.dumps(key, sort_keys=True), cache / "embeddings"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:24]

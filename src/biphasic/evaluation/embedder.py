@@ -33,8 +33,7 @@ class EncoderEmbedder:
         if self.dimension is None and truncate_dim is not None and truncate_dim < self.encoder.width:
             self.dimension = truncate_dim
         self.width: int = self.dimension or self.encoder.width
-        self.device: torch.device = next(self.encoder.backbone.parameters()).device
-        """The device of the weights; embeddings are compared on it."""
+        self.device: torch.device = self.encoder.device
         self.cut = 0
         """Number of texts so far that were longer than the model's maximum length."""
 
@@ -55,8 +54,7 @@ class EncoderEmbedder:
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
         """Return embeddings fp32 [texts, width]; `progress` is called with the number of texts just finished.
 
-        Raises:
-            UserError: an embedding is not finite.
+        Raises a UserError if an embedding is not finite.
         """
         tokenizer = self.encoder.text_tokenizer
         ids, cut = zip(*tokenizer.tokenize_and_count(texts, tokenizer.max_length), strict=True) if texts else ((), ())
@@ -66,8 +64,7 @@ class EncoderEmbedder:
         finite = embeddings.isfinite().all(1)
         if not bool(finite.all()):
             text = texts[int((~finite).nonzero()[0])]
-            raise UserError(
-                f"model {self.name}: the embedding of {text[:60]!r} is not finite: its weights are damaged, or "
-                "overflow in this precision (precision=fp32)"
-            )
+            problem = f"the embedding of {text[:60]!r} is not finite"
+            advice = "its weights are damaged, or overflow in this precision (precision=fp32)"
+            raise UserError(f"model {self.name}: {problem}: {advice}")
         return embeddings.numpy()

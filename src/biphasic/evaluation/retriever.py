@@ -20,10 +20,13 @@ from mteb.types import PromptType
 from torch import Tensor
 
 from biphasic.errors import UserError
-from biphasic.evaluation.blocks import block_size, corpus_folder, from_first_rank, progress_bar, stored
+from biphasic.evaluation.blocks import corpus_folder, from_first_rank, progress_bar, stored
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
+
+BLOCK, SMALL_BLOCK = 4096, 256
+"""Number of documents in a file of embeddings. An interrupted job loses at most one file per rank."""
 
 
 class Retriever(AbsEncoder):
@@ -63,15 +66,13 @@ class Retriever(AbsEncoder):
         *,
         task_metadata: TaskMetadata,
         hf_split: str,
-        hf_subset: str,
         top_k: int,
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> dict[str, dict[str, float]]:
         """Return the best documents for each query with their scores, as in mteb's `SearchProtocol`.
 
-        Raises:
-            UserError: an embedding is not finite, or the cache's folder can't be written to.
+        Raises a UserError if an embedding is not finite, or the cache's folder can't be written to.
         """
         ids, query_ids, title = self._corpus["id"][:], queries["id"][:], f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
@@ -88,14 +89,7 @@ class Retriever(AbsEncoder):
         return {query: dict(documents) for query, documents in nearest.ranking(query_ids, ids).items()}
 
     def encode(
-        self,
-        inputs: Any,
-        *,
-        task_metadata: TaskMetadata,
-        hf_split: str,
-        hf_subset: str,
-        prompt_type: PromptType | None = None,
-        **kwargs: Any,
+        self, inputs: Any, *, task_metadata: TaskMetadata, hf_split: str, prompt_type: Any = None, **kwargs: Any
     ) -> np.ndarray:
         """Return embeddings of mteb's batches of texts, fp32 [texts, width]."""
         texts = [text for batch in inputs for text in batch["text"]]
@@ -116,10 +110,9 @@ class Retriever(AbsEncoder):
         # Sorted by length, so that all ranks have about the same amount of work.
         order = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
         local = order[rank::world]
+        prompted = [prompt + texts[index] for index in local]
         with progress_bar(len(texts), title) as bar:
-            embedded = self.embedder.embed(
-                [prompt + texts[index] for index in local], lambda done: bar.update(done * world)
-            )
+            embedded = self.embedder.embed(prompted, lambda done: bar.update(done * world))
         shares = dist.all_gather_object((_hash(list(texts)), local, embedded))
         if len({text_hash for text_hash, *_ in shares}) > 1:
             raise UserError(f"{title}: the ranks were given different texts; run this task with one process")
@@ -131,7 +124,8 @@ class Retriever(AbsEncoder):
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
         embedder, count, rank, world = self.embedder, len(corpus), dist.get_global_rank(), dist.get_world_size()
-        block, folder = block_size(count), None
+        # Not by the number of ranks, so that another number finds the files. Every rank has some of a small corpus.
+        block, folder = SMALL_BLOCK if count < 1 << 16 else BLOCK, None
         if self._cache is not None:
             key = {"revision": embedder.revision, "settings": dict(embedder.settings), "prompt": prompt, "block": block}
             key["corpus"] = from_first_rank(lambda: _corpus_hash(corpus))
@@ -157,8 +151,7 @@ class Retriever(AbsEncoder):
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return documents as mteb passes them to models: the title, if there is one, a space and the text.
 
-    Raises:
-        UserError: a document has no text.
+    Raises a UserError if a document has no text.
     """
     texts = columns["text"]
     if not all(isinstance(text, str) for text in texts):

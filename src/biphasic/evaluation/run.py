@@ -56,10 +56,7 @@ def run(config: EvaluateConfig) -> Path:
     """Score the model and the baselines, and return the run's folder. Existing records are not computed again.
 
     mteb's own files are in `results/` (official tasks), `local/results/` (judged documents, local datasets) and
-    `baselines/results/`.
-
-    Raises:
-        UserError: the model or the data can't be used.
+    `baselines/results/`. Raises a UserError if the model or the data can't be used.
     """
     use_all_gpus(sys.argv)
     tasks = plan_tasks(config)
@@ -67,9 +64,8 @@ def run(config: EvaluateConfig) -> Path:
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
-    print_once(
-        f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}"
-    )
+    names = ", ".join(task.name for task in tasks)
+    print_once(f"evaluating {config.model.path} on {names}: mteb's results and {folder}")
     systems = [_model(config)]
     if config.baselines:
         fingerprint = f"bm25s {importlib.metadata.version('bm25s')}"
@@ -152,10 +148,8 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
     encoder = load_embedder(path, model.trust_remote_code, model.revision)
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
-            raise UserError(
-                f"model {model.path}: has no modules.json (sentence-transformers' format), so its pooling is unknown: "
-                "set model.pooling to mean, cls, lasttoken or max"
-            )
+            problem = "has no modules.json (sentence-transformers' format), so its pooling is unknown"
+            raise UserError(f"model {model.path}: {problem}: set model.pooling to mean, cls, lasttoken or max")
         encoder.pooling = Pooling(model.pooling)
     elif model.pooling is not None and model.pooling != encoder.pooling.mode:
         raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")

@@ -16,7 +16,6 @@ from biphasic.evaluation.search import Qrels, Run, best_documents
 from biphasic.versions import require_form
 
 _COLUMNS = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
-_LEFT_ALIGNED = ("task", "split", "system")
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
     for split, subsets in result.scores.items():
         for values in map(dict[str, Any], subsets):
             subset = str(values["hf_subset"])
-            extra = dict(retrieval.get((split, subset), {}))
-            if extra:
+            if extra := dict(retrieval.get((split, subset), {})):
                 extra |= {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
             main = float(values["main_score"])
             rows.append(SplitScores(task.metadata.name, subset, split, task.metadata.main_score, main, **extra))
@@ -100,9 +98,8 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:  # scipy's bootstrap needs at least two values
         return values[0], values[0]
     # Resampling in batches limits the memory for many queries.
-    low, high = bootstrap(
-        (values,), np.mean, n_resamples=10_000, batch=500, method="percentile", rng=0
-    ).confidence_interval
+    options: Any = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
+    low, high = bootstrap((values,), np.mean, **options).confidence_interval
     return float(low), float(high)
 
 
@@ -113,21 +110,18 @@ def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     named.
     """
     rows = [_row(record["system"], scores) for record in records for scores in record["scores"]]
-    align = ["left" if name in _LEFT_ALIGNED else "right" for name in _COLUMNS]
+    align = ["left" if name in ("task", "split", "system") else "right" for name in _COLUMNS]
     return tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None).splitlines()
 
 
-def _split(scores: Mapping[str, Any]) -> str:
-    return scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
-
-
 def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:
+    split = scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
     counts = ("" if scores[name] is None else f"{scores[name]:,}" for name in ("documents", "queries"))
     is_retrieval = scores["ndcg_at_10"] is not None
     main = _format(scores["ndcg_at_10"]) if is_retrieval else f"{scores['metric']} {_format(scores['value'])}"
     interval = " to ".join(map(_format, scores["interval"] or ()))
     others = (_format(scores[name]) for name in ("mrr_at_10", "recall_at_100"))
-    return (scores["task"], _split(scores), *counts, system, main, interval, *others)
+    return (scores["task"], split, *counts, system, main, interval, *others)
 
 
 def _format(score: float | None) -> str:

@@ -6,7 +6,7 @@ import gzip
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
@@ -53,13 +53,10 @@ class ExactTopK:
         """Compare more documents, floating [documents, width], with the queries.
 
         `first` is the position of the first document; each position may be added once. `mask`, bool [queries,
-        documents], selects the documents to compare with each query.
-
-        Raises:
-            ValueError: an embedding is not finite.
+        documents], selects the documents to compare with each query. Raises a ValueError if an embedding is not finite.
         """
-        for start, rows in _blocks(documents, self._block):
-            rows = rows.to(self._queries.device)
+        for start in range(0, len(documents), self._block):
+            rows = documents[start : start + self._block].to(self._queries.device)
             scaled, longest = self._scale(rows)
             allowed = None if mask is None else mask[:, start : start + len(rows)].to(rows.device)
             parts = [slice(at, at + _QUERIES) for at in range(0, len(self._queries), _QUERIES)]
@@ -173,14 +170,12 @@ def rank_documents(query_ids: Sequence[str], queries: Tensor, document_ids: Sequ
     """Return the best 100 documents of each query by cosine similarity.
 
     Embeddings are floating [rows, width]. Equal scores are ranked in descending order of the ids, as in trec_eval.
-
-    Raises:
-        ValueError: an embedding is not finite.
+    Raises a ValueError if an embedding is not finite.
     """
     order = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
     nearest = ExactTopK(queries, RANKED, block=_BLOCK)
-    for first, rows in _blocks(torch.tensor(order, device=documents.device), _BLOCK):
-        nearest.add(documents[rows], first)
+    for first in range(0, len(order), _BLOCK):
+        nearest.add(documents[order[first : first + _BLOCK]], first)
     return nearest.ranking(query_ids, [document_ids[row] for row in order])
 
 
@@ -235,16 +230,10 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
 
     `qrels` must have each query of the ranking. A query without a relevant document scores 0.
     """
-
-    def mean(measure: str, cutoff: int) -> float:
-        return fmean(scores_by_query(run, qrels, measure, cutoff).values())
-
     # trec_eval's reciprocal rank has no cutoff, so each ranking is truncated first.
-    return {
-        "ndcg_at_10": mean("ndcg_cut_10", 10),
-        "mrr_at_10": mean("recip_rank", 10),
-        "recall_at_100": mean("recall_100", RANKED),
-    }
+    cutoffs = {"ndcg_cut_10": 10, "recip_rank": 10, "recall_100": RANKED}
+    means = [fmean(scores_by_query(run, qrels, measure, cutoff).values()) for measure, cutoff in cutoffs.items()]
+    return dict(zip(("ndcg_at_10", "mrr_at_10", "recall_at_100"), means, strict=True))
 
 
 def ndcg_of_ten(run: Run, qrels: Qrels) -> dict[str, float]:
@@ -261,11 +250,6 @@ def ndcg_of_ten(run: Run, qrels: Qrels) -> dict[str, float]:
         gain = sum(discount for discount, is_relevant in zip(discounts, relevant, strict=True) if is_relevant)
         scores[query] = gain / sum(discounts[: sum(relevant)]) if gain else 0.0
     return scores
-
-
-def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    for first in range(0, len(rows), size):
-        yield first, rows[first : first + size]
 
 
 def _in_range(lengths: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
 _FORMATS = (".jsonl", ".parquet", ".tsv")
 _BATCH_ROWS = 10_000
-_LOOKED_AT = 1000
-"""Number of queries whose script is compared with the language's."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,12 +53,9 @@ def retrieval_task(
 ) -> LocalRetrieval:
     """Return a task made from texts by id, and judgments by split; `only` names the splits to keep.
 
-    The corpus may also be a dataset with the columns `id`, `text` and optionally `title`. The language is an ISO 639-3 code
-    and a script.
-
-    Raises:
-        UserError: the corpus or the queries are empty, an id occurs twice, a query has no judgments or no relevant document
-            in the corpus, or a judged query is missing.
+    The corpus may also be a dataset with the columns `id`, `text` and optionally `title`. The language is an ISO 639-3
+    code and a script. Raises a UserError if the corpus or the queries are empty, an id occurs twice, a query has no
+    judgments or no relevant document in the corpus, or a judged query is missing.
     """
     if not isinstance(corpus, Dataset):
         corpus = Dataset.from_dict({"id": list(corpus), "text": list(corpus.values())})
@@ -115,18 +110,15 @@ def read_set(folder: str, name: str, language: str, only: Sequence[str] | None =
 
     It holds `corpus` (`_id`, `text`, optionally `title`), `queries` (`_id`, `text`) and for each split `qrels/<split>`
     (`query-id`, `corpus-id`, `score`), or one `qrels`, which is the split `test`. Each is a .jsonl, .parquet or .tsv
-    file; corpus and queries may be folders of such files. `only` names the splits to read.
-
-    Raises:
-        UserError: a file or split is missing, a file is damaged, a column is missing or has another type, or as for
-            `retrieval_task`.
+    file; corpus and queries may be folders of such files. `only` names the splits to read. Raises a UserError if a file
+    or split is missing, a file is damaged, a column is missing or has another type, or as for `retrieval_task`.
     """
     corpus, texts = _read_table(Path(folder), "corpus"), _read_table(Path(folder), "queries").to_pydict()
     _require_unique(name, "queries have", texts["_id"])
     qrels = _read_qrels(Path(folder))
     if missing := [split for split in only or () if split not in qrels]:
         raise UserError(f"retrieval set {folder}: has no split {missing[0]} (it has: {', '.join(qrels)})")
-    letters = [letter for text in texts["text"][:_LOOKED_AT] for letter in text if letter.isalpha()]
+    letters = [letter for text in texts["text"][:1000] for letter in text if letter.isalpha()]
     latin = sum(unicodedata.name(letter, "").startswith("LATIN") for letter in letters)
     if language.endswith("-Latn") and latin < len(letters) / 2:
         problem = "most letters of its queries are not Latin: BM25 would not find their words; name their language"

@@ -95,18 +95,16 @@ def squad_scores(
     A question whose `no_answer` score is above the `threshold` gets no answer instead of its prediction. If some
     questions have no answer, `no_answer_f1` is also returned, and `has_answer_f1` if others have one.
     """
-    exact, characters = list[float](), list[float]()
-    f1: dict[bool, list[float]] = {True: [], False: []}  # by whether the question has an answer
-    scores = [-math.inf] * len(golds) if no_answer is None else no_answer
-    for answers, prediction, score in zip(golds, predictions, scores, strict=True):
-        is_unanswered = score > threshold
-        # In v2.0's script, giving no answer is wrong for a question with answers even if all of them normalize to nothing.
-        exact.append(float(not answers) if is_unanswered else exact_match(prediction, answers))
-        f1[bool(answers)].append(float(not answers) if is_unanswered else token_f1(prediction, answers))
-        characters.append(float(not answers) if is_unanswered else character_f1(prediction, answers))
-    means = {"exact_match": fmean(exact), "f1": fmean(f1[True] + f1[False]), "character_f1": fmean(characters)}
-    if f1[False]:
-        means["no_answer_f1"] = fmean(f1[False])
-        if f1[True]:
-            means["has_answer_f1"] = fmean(f1[True])
-    return means
+    measures = {"exact_match": exact_match, "f1": token_f1, "character_f1": character_f1}
+    scores: dict[str, list[float]] = {name: [] for name in measures}
+    rows = zip(golds, predictions, [-math.inf] * len(golds) if no_answer is None else no_answer, strict=True)
+    for answers, prediction, score in rows:
+        for name, measure in measures.items():
+            # In v2.0's script, no answer is wrong for a question with answers even if all of them normalize to nothing.
+            scores[name].append(float(not answers) if score > threshold else measure(prediction, answers))
+    if not all(golds):
+        pairs = list(zip(scores["f1"], golds, strict=True))
+        scores["no_answer_f1"] = [f1 for f1, answers in pairs if not answers]
+        if any(golds):
+            scores["has_answer_f1"] = [f1 for f1, answers in pairs if answers]
+    return {name: fmean(values) for name, values in scores.items()}

@@ -43,8 +43,8 @@ class PlannedTask:
 def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     """Return the tasks that a configuration names.
 
-    Raises:
-        UserError: mteb has no such task, benchmark, split or language, a folder is missing, or a task would not be scored.
+    Raises a UserError if mteb has no such task, benchmark, split or language, a folder is missing, or a task would not
+    be scored.
     """
     tasks = {name: _from_mteb("tasks", mteb.get_task, name) for name in config.tasks}
     for name in config.benchmarks:
@@ -62,13 +62,10 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
             raise UserError(f"tasks: {name} is not of text alone ({', '.join(others)})")
     others = [name for name, task in tasks.items() if not isinstance(task, AbsTaskRetrieval)]
     if others and "full" not in config.documents:
-        message = (
-            f"expected full too, because {', '.join(others)} would not be scored: only retrieval tasks have documents"
-        )
-        raise UserError(f"documents: {message}; got {', '.join(config.documents)}")
-    return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
-        _plan_set(path, config) for path in config.sets
-    ]
+        reason = f"{', '.join(others)} would not be scored: only retrieval tasks have documents"
+        raise UserError(f"documents: expected full too, because {reason}; got {', '.join(config.documents)}")
+    planned = [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()]
+    return planned + [_plan_set(path, config) for path in config.sets]
 
 
 def _modalities(task: Any) -> set[str]:
@@ -159,10 +156,8 @@ def _find_in_mirror(dataset: Any, mirror: str) -> Path:
     for name in (path, path.rpartition("/")[2], path.replace("/", "__")):
         if (Path(mirror) / name).is_dir():
             return (Path(mirror) / name).absolute()
-    raise UserError(
-        f"mirror {mirror}: has no {path}; download it where there is a network: hf download --repo-type dataset {path} "
-        f"--revision {revision} --local-dir {Path(mirror) / path}"
-    )
+    command = f"hf download --repo-type dataset {path} --revision {revision} --local-dir {Path(mirror) / path}"
+    raise UserError(f"mirror {mirror}: has no {path}; download it where there is a network: {command}")
 
 
 def _folder_hash(folder: Path) -> str:

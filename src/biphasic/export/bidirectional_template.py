@@ -71,11 +71,9 @@ class BidirectionalModel(_PreTrained, FamilyModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("this encoder takes input_ids or inputs_embeds")
-        refused = [name for name in ("position_ids", "past_key_values") if kwargs.pop(name, None) is not None]
-        if refused:
-            raise ValueError(
-                f"this encoder sets positions itself and keeps no cache: {', '.join(refused)} can't be given"
-            )
+        if refused := [name for name in ("position_ids", "past_key_values") if kwargs.pop(name, None) is not None]:
+            names = ", ".join(refused)
+            raise ValueError(f"this encoder sets positions itself and keeps no cache: {names} can't be given")
         kept = torch.ones(1, inputs.shape[1], dtype=torch.bool, device=inputs.device)
         if attention_mask is not None:
             if attention_mask.dim() != 2:
@@ -99,15 +97,13 @@ class BidirectionalModel(_PreTrained, FamilyModel):
         if window:
             distance = positions[:, None, :, None] - positions[:, None, None, :]
             near = (full & (distance.abs() < window)) | itself
+        masks = {"full_attention": full, "sliding_attention": near}
         if implementation == "eager":  # eager attention adds the mask to the scores
-            dtype = self.dtype
-            full, near = (
-                torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-                for mask in (full, near)
-            )
+            for kind, mask in masks.items():
+                lowest = torch.finfo(self.dtype).min
+                masks[kind] = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)
         # A family with several kinds of layers takes a mask for each kind.
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-        masks = {"full_attention": full, "sliding_attention": near}
         return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 
@@ -128,14 +124,14 @@ class _WithHead(_PreTrained):
         **kwargs: Any,
     ) -> Any:
         """Return the logits and, if `labels` are given (-100: no label), the mean loss."""
-        logits = self._logits(self.model(input_ids, attention_mask, **kwargs)[0], attention_mask)
-        return self.output_class(loss=None if labels is None else self._loss(logits, labels), logits=logits)
+        logits, loss = self._logits(self.model(input_ids, attention_mask, **kwargs)[0], attention_mask), None
+        if labels is not None:  # transformers' loss for this kind of class, which takes some of these arguments
+            arguments = {"logits": logits, "pooled_logits": logits, "vocab_size": self.config.vocab_size}
+            loss = self.loss_function(labels=labels, config=self.config, **arguments)
+        return self.output_class(loss=loss, logits=logits)
 
     def _logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         raise NotImplementedError
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_function(labels, logits, self.config)
 
 
 class BidirectionalForMaskedLM(_WithHead):
@@ -155,9 +151,6 @@ class BidirectionalForMaskedLM(_WithHead):
         logits = self.lm_head(hidden * scale)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_function(logits, labels, self.config.vocab_size)
 
 
 class BidirectionalForSequenceClassification(_WithHead):
@@ -193,6 +186,3 @@ class BidirectionalForTokenClassification(_WithHead):
 
     def _logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.classifier(hidden)
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_function(logits, labels, self.config)

@@ -15,11 +15,8 @@ from biphasic.config.model_names import model_name
 from biphasic.durations import BatchShape, longest_row, recorded_shapes
 from biphasic.export.folder import hub_id, parse_card, quote_numbers
 
-_CARD = Template(
-    Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"),
-    trim_blocks=True,
-    keep_trailing_newline=True,
-)
+_TEMPLATE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+_CARD = Template(_TEMPLATE, trim_blocks=True, keep_trailing_newline=True)
 _PIPELINES = {"classification": "text-classification", "multi_label": "text-classification",
               "regression": "text-classification", "tokens": "token-classification",
               "question_answering": "question-answering", "answer_tokens": "question-answering",
@@ -32,10 +29,8 @@ def pretrained_card(
 ) -> str:
     """Return a pretrained model's card from its checkpoint's record. The title is `name`, by default `model_name`.
 
-    `family` is the export's `model_type`, and `has_code` whether the folder has Python code.
-
-    Raises:
-        UserError: the hub would refuse the card's metadata.
+    `family` is the export's `model_type`, and `has_code` whether the folder has Python code. Raises a UserError if the
+    hub would refuse the card's metadata.
     """
     config = yaml.safe_load(record["config"])
     trained = [phase for phase in record["phases"] if phase["batches"]]

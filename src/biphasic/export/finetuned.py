@@ -12,13 +12,7 @@ from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.formats import Kind, add_older_keys, choose_format
-from biphasic.export.write import (
-    make_pairs_errors,
-    require_free,
-    write_atomically,
-    write_folder,
-    write_shared_files,
-)
+from biphasic.export.write import make_pairs_errors, require_free, write_atomically, write_folder, write_shared_files
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.pooling import SentenceSettings
@@ -115,16 +109,13 @@ def export_finetuned(
     kind = kind if kind in fmt.classes else "Model"
     weights = {name: weight.detach().cpu() for name, weight in backbone.state_dict().items()}
     if kind != "Model":
-        weights = {
-            **{f"model.{name}": weight for name, weight in weights.items()},
-            **{name: weight.cpu() for name, weight in head.state_dict().items()},
-        }
+        weights = {f"model.{name}": weight for name, weight in weights.items()}
+        weights |= {name: weight.cpu() for name, weight in head.state_dict().items()}
     _set_labels(fmt.config, label_names, problem_type)
     text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
-    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
-    options["refuse_pairs"] = refuse_pairs
-    write_folder(fmt, kind, weights, tokenizer, out, text, settings, **options)
+    options: Any = {"keep_special_tokens": special, "refuse_pairs": refuse_pairs, "head": head.state_dict()}
+    write_folder(fmt, kind, weights, tokenizer, out, text, settings, force=True, **options)
 
 
 def _older_settings(settings: dict[str, Any], max_length: int) -> dict[str, Any]:

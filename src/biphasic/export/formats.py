@@ -43,7 +43,6 @@ LOADED_BY_4 = (
     *("phi", "phi3", "qwen2", "qwen3", "smollm3"),
 )
 """Decoder families whose exports were measured in transformers 4.57.6 too (tests/export/test_transformers4.py)."""
-_ROPES_OF_4 = ("default", "linear", "llama3", "yarn")
 _NO_PERIOD = {"not_supported": "see layer_types and rope_parameters"}
 """Period of a ModernBERT that older software can't compute: an error in it. llama.cpp would take 3 for null."""
 _TEMPLATE = Path(__file__).with_name("bidirectional_template.py")
@@ -107,28 +106,21 @@ def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
     """Return EuroBERT's format if it can represent the network of this Hugging Face configuration, else the family's.
 
     The tokenizer's special tokens are written into the format's configuration. A family's code is verified on a small
-    network with the same configuration.
-
-    Raises:
-        UserError: neither format can represent the network.
+    network with the same configuration. Raises a UserError if neither format can represent the network.
     """
     special = {f"{role}_token_id": token for role, token in tokenizer.role_ids.items()}
     shaped = config.model_type in _LLAMA_SHAPED and not getattr(config, "sliding_window", None)
     biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     if shaped and not biases and config.rope_parameters["rope_type"] == "default":
-        return _eurobert_format(config, special)
+        content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
+        return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
     if config.model_type in MODERNBERT_HEADS:
         return _modernbert_format(config, special)
     if config.model_type == "eurobert":
         raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
     return _bidirectional_format(config, special)
-
-
-def _eurobert_format(config: Any, special: dict[str, int | None]) -> Format:
-    content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
-    return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
 
 
 def _modernbert_format(config: Any, special: dict[str, int | None]) -> Format:
@@ -154,21 +146,16 @@ def _modernbert_format(config: Any, special: dict[str, int | None]) -> Format:
         return renamed
 
     written = transformers.ModernBertConfig(**content)
-    classes: dict[Kind, Any] = {
-        "Model": transformers.ModernBertModel,
-        "ForMaskedLM": transformers.ModernBertForMaskedLM,
-    }
+    classes: Any = {"Model": transformers.ModernBertModel, "ForMaskedLM": transformers.ModernBertForMaskedLM}
     return Format(written, classes, rename=rename, keeps_special_tokens=True)
 
 
 def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format:
     code = _code_of(config)
     module = _module_of(code)
-    content = {
-        name: value
-        for name, value in config.to_diff_dict().items()
-        if name not in _NOT_KEPT and name not in special and name[0] != "_"
-    }
+    not_kept = (*_NOT_KEPT, *special)
+    own = config.to_diff_dict().items()
+    content = {name: value for name, value in own if name not in not_kept and name[0] != "_"}
     _require_equal_results(json.dumps(content, sort_keys=True), config.model_type, code)
     written = module.BidirectionalConfig(**content, **special, use_cache=False)
     written.auto_map = {"AutoConfig": BIDIRECTIONAL_CODE}
@@ -182,8 +169,7 @@ def _code_of(config: Any) -> str:
     """Return the template's code with the transformers classes of the configuration's family."""
     family = config.model_type
     refused = f"export: a {family} model can't be written"
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
+    if unknown := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         raise UserError(f"{refused}: it has layers of unknown kinds: {', '.join(sorted(unknown))}")
     if type(config) not in transformers.MODEL_MAPPING:
         raise UserError(f"{refused}: its network is not one of transformers' own")
@@ -199,7 +185,7 @@ def _code_of(config: Any) -> str:
     # There, layers with sliding attention have no scaling, and only Gemma 3's a base of their own.
     same_base = family == "gemma3_text" or local.get("rope_theta") == full.get("rope_theta")
     fits = local is full or (local["rope_type"] == "default" and same_base)
-    if family in LOADED_BY_4 and full.get("rope_type") in _ROPES_OF_4 and fits:
+    if family in LOADED_BY_4 and full.get("rope_type") in ("default", "linear", "llama3", "yarn") and fits:
         code = code.replace("OLDEST = (5, 0)", "OLDEST = (4, 57)")
     return code.replace('FAMILY = "llama"', f'FAMILY = "{family}"')
 
@@ -263,10 +249,8 @@ def _small(content: dict[str, Any]) -> dict[str, Any]:
     heads: int = content["num_attention_heads"]
     head_dim = content.get("head_dim") or content["hidden_size"] // heads
     grouped = (content.get("num_key_value_heads") or heads) < heads
-    small = {
-        name: value[:few] if isinstance(value, list) and len(value) == layers else value
-        for name, value in content.items()
-    }
+    of_layers = [name for name, value in content.items() if isinstance(value, list) and len(value) == layers]
+    small = {**content, **{name: content[name][:few] for name in of_layers}}
     small |= {"vocab_size": 64, "num_hidden_layers": few, "initializer_range": 0.1}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4}
     small |= dict.fromkeys(("hidden_size", "intermediate_size"), 4 * head_dim)

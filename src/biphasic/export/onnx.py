@@ -34,8 +34,6 @@ TOLERANCE = 1e-3
 """Largest allowed difference between an output value of the graph and of the packed model."""
 SINGLE_FILE_BYTES = 1_900_000_000
 """Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
-_LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
-"""Lengths in tokens of the texts that a graph is verified with, limited to the model's maximum."""
 
 
 class PaddedEncoder(nn.Module):
@@ -72,32 +70,23 @@ class PaddedEncoder(nn.Module):
         return (hidden, embedding) if self.head is None else (hidden, embedding, self.head(embedding))
 
 
-def require_onnx() -> None:
-    """Raise a UserError if onnx, onnxruntime or onnxscript isn't installed."""
-    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
-
-
 def export_onnx(folder: Path) -> Path:
     """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
 
     The graph of a fine-tuned text classifier also has its logits; that of other heads has the encoder alone.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
-    Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path.
-
-    Raises:
-        UserError: packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling
-            is not the mean, the graph's results differ from the model's, or the graph can't be written.
+    Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path. Raises a
+    UserError if packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling is
+    not the mean, the graph's results differ from the model's, or the graph can't be written.
     """
-    require_onnx()
+    if missing := [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
     require_export(folder)
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if family not in ("eurobert", "modernbert"):
         raise UserError(f"{folder} holds a {family} model: only eurobert and modernbert formats can be written as ONNX")
-    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
-    if unknown:
+    if unknown := sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS)):
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
     if encoder.pooling != Pooling():
@@ -105,7 +94,7 @@ def export_onnx(folder: Path) -> Path:
     encoder.backbone.eval()
     # Random texts of different lengths, the same in every call.
     generator, ids = random.Random(0), range(encoder.tokenizer.vocab_size - 1)
-    lengths = sorted({min(length, encoder.text_tokenizer.max_length) for length in _LENGTHS})
+    lengths = sorted({min(length, encoder.text_tokenizer.max_length) for length in (1, 2, 3, 5, 9, 17, 64, 512)})
     texts = [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
     head = _text_head(folder)
     expected = [_packed(encoder, head, text) for text in texts]
@@ -118,10 +107,8 @@ def export_onnx(folder: Path) -> Path:
         difference = _difference(partial / GRAPH, texts, expected)
         # `not <=` instead of `>`, because `>` is false for NaN.
         if not difference <= TOLERANCE:
-            raise UserError(
-                f"{folder}: the ONNX graph's results differ from the model's by {difference:.1e}, more than {TOLERANCE:g}: "
-                "nothing is written"
-            )
+            problem = f"the ONNX graph's results differ from the model's by {difference:.1e}, more than {TOLERANCE:g}"
+            raise UserError(f"{folder}: {problem}: nothing is written")
 
     write_atomically(folder / FOLDER, fill)
     graph = folder / FOLDER / GRAPH

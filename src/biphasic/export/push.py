@@ -26,11 +26,9 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
 
     The example code in the uploaded card uses the repository's name. Weights from an earlier push that are not in the
     folder are deleted in the same commit. `revision` is a branch (default: `main`), and `private` applies to a new
-    repository. A dry run prints what would be uploaded, without any request.
-
-    Raises:
-        UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or
-            the repository's name, there is no token, or the hub can't be reached or refuses.
+    repository. A dry run prints what would be uploaded, without any request. Raises a UserError if the folder is not an
+    export or has a file that can't be uploaded, the hub would refuse its card or the repository's name, there is no
+    token, or the hub can't be reached or refuses.
     """
     if repo.count("/") != 1:
         raise UserError(f"push {repo}: expected ORGANISATION/NAME")
@@ -53,7 +51,16 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     if get_token() is None:
         raise UserError("push: no token for the hub: set HF_TOKEN, or run `hf auth login`; --dry-run needs none")
     try:
-        removed, url = _commit(contents, folder.resolve().name, repo, revision, private)
+        api = HfApi(library_name="biphasic")
+        api.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
+        stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        message = f"Export of biphasic: {folder.resolve().name}"
+        operations = [*added, *map(CommitOperationDelete, stale)]
+        url = api.create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = {
@@ -65,26 +72,10 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     except (OSError, RuntimeError, ValueError) as error:  # no network, or the hub's check of the card
         reason = str(error)
     else:
-        also = f", {removed} of an earlier push removed" if removed else ""
+        also = f", {len(stale)} of an earlier push removed" if stale else ""
         print(f"{repo}{f' at {revision}' if revision else ''}: {len(contents)} files{also}: {url}")
         return
     raise UserError(f"push {repo}: {' '.join(reason.split())}")
-
-
-def _commit(
-    contents: dict[str, Path | bytes], name: str, repo: str, revision: str | None, private: bool
-) -> tuple[int, str]:
-    """Make the commit, and return how many files it removes, and its URL."""
-    api = HfApi(library_name="biphasic")
-    api.create_repo(repo, private=private, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
-    stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
-    added = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    operations = [*added, *map(CommitOperationDelete, stale)]
-    commit = api.create_commit(repo, operations, commit_message=f"Export of biphasic: {name}", revision=revision)
-    return len(stale), commit.commit_url
 
 
 def files_of(folder: Path) -> dict[str, Path]:

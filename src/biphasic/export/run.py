@@ -37,11 +37,9 @@ def export_checkpoint(
 ) -> None:
     """Export a run's checkpoint, or the newest one in a run's checkpoint folder, local or in a bucket.
 
-    `name` is the model's name on its card, `dtype` that of the weights on disk. `force` replaces an earlier export in `out`.
-    `source` is as for `write_folder`.
-
-    Raises:
-        UserError: `out` is not free, or the checkpoint can't be read or exported.
+    `name` is the model's name on its card, `dtype` that of the weights on disk. `force` replaces an earlier export in
+    `out`. `source` is as for `write_folder`. Raises a UserError if `out` is not free, or the checkpoint can't be read
+    or exported.
     """
     require_free(out, force)
     # Files from a bucket are downloaded beside `out`. After SIGKILL the next export reuses those that are undamaged.

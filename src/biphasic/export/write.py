@@ -30,7 +30,6 @@ SHARD_BYTES = 5_000_000_000
 """Largest size of a weights file, unless a single weight is larger."""
 
 _NO_PAIR = "[this model was trained on one text of both: README.md has it]"
-_NO_TOKEN = 2**31 - 1
 _PLAIN_SETTINGS = ("model_max_length", "model_input_names", "clean_up_tokenization_spaces", "padding_side")
 _COMPARED_TEXTS = (
     "The quick Brown fox doesn't jump  over 12,345 DOGS in 2026;\tit's (nearly)\r\n\n    3.14 o'clock, x_1!=0. ",
@@ -75,13 +74,11 @@ def write_folder(
 
     `kind` is one of the format's networks, and `weights` has its weights on the CPU, by `LanguageModel`'s names.
     `settings` has the prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
-    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text; with
-    `refuse_pairs`, a pair of texts is an error in it (`make_pairs_errors`). `head` has the head's weights, which are also
-    written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from; `origin` is their
-    name in messages.
-
-    Raises:
-        UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
+    `force` replaces an earlier export. With `keep_special_tokens`, the tokenizer adds its special tokens to a text;
+    with `refuse_pairs`, a pair of texts is an error in it (`make_pairs_errors`). `head` has the head's weights, which
+    are also written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from;
+    `origin` is their name in messages. Raises a UserError if the weights don't fit the network, `out` exists and can't
+    be replaced, or it can't be written.
     """
     require_free(out, force)
     with torch.device("meta"):
@@ -168,7 +165,7 @@ def make_pairs_errors(file: Path, tokenizer: Tokenizer) -> None:
     processor = json.loads(written.tokenizer.to_str())["post_processor"]
     refused = {"SpecialToken": {"id": _NO_PAIR, "type_id": 0}}
     processor["pair"] = [processor["pair"][0], refused, *processor["pair"][1:]]
-    processor["special_tokens"][_NO_PAIR] = {"id": _NO_PAIR, "ids": [_NO_TOKEN], "tokens": [_NO_PAIR]}
+    processor["special_tokens"][_NO_PAIR] = {"id": _NO_PAIR, "ids": [2**31 - 1], "tokens": [_NO_PAIR]}
     content = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**content, "post_processor": processor}, ensure_ascii=False), encoding="utf-8")
 

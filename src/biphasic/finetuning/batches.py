@@ -64,8 +64,7 @@ def count_steps(config: FinetuneConfig, examples: int) -> int:
 
     A duration in batches or rows is limited to one epoch. Raises a UserError if the examples don't fill one batch.
     """
-    per_epoch = examples // config.batch_size
-    if not per_epoch:
+    if not (per_epoch := examples // config.batch_size):
         raise UserError(f"{config.task.data}: {examples} training examples don't fill one batch of {config.batch_size}")
     if config.max_duration.unit == "ep":
         return per_epoch * int(config.max_duration.value)
@@ -78,10 +77,8 @@ def warmup_batches(config: FinetuneConfig, steps: int) -> int:
         share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
         return int(Duration(share, "dur").resolve(Duration(steps, "ba")).value)
     if (batches := in_batches(config, config.warmup)) >= steps:
-        raise UserError(
-            f"warmup: {config.warmup} is not shorter than the training of {steps:,} batches (one epoch, which "
-            f"max_duration={config.max_duration} can't exceed): give a share, such as 0.1dur"
-        )
+        training = f"training of {steps:,} batches (one epoch, which max_duration={config.max_duration} can't exceed)"
+        raise UserError(f"warmup: {config.warmup} is not shorter than the {training}: give a share, such as 0.1dur")
     return batches
 
 

@@ -69,8 +69,8 @@ class Classification(PredictionTask):
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         names, predicted = self.data.label_names, answers["predicted"]
-        metrics = {"accuracy": accuracy_score, "matthews": matthews_corrcoef}
-        scores = {name: float(function(gold, predicted)) for name, function in metrics.items()}
+        matthews = float(matthews_corrcoef(gold, predicted))
+        scores = {"accuracy": float(accuracy_score(gold, predicted)), "matthews": matthews}
         if len(names) == 2:
             scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores
@@ -132,7 +132,11 @@ class MultiLabel(Classification):
     label_type = np.float32
 
     def targets(self, columns: Columns) -> list[list[Any]]:
-        return multi_hot(columns["labels"], len(self.data.label_names)).tolist()
+        """Return 1 for each label of a text and 0 for the others."""
+        from sklearn.preprocessing import MultiLabelBinarizer
+
+        numbers: Any = list(range(len(self.data.label_names)))
+        return MultiLabelBinarizer(classes=numbers).fit_transform(columns["labels"]).tolist()  # pyright: ignore
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         logits = head(mean_pool(hidden, segments)).float()
@@ -166,38 +170,23 @@ class MultiLabel(Classification):
         predicted, as in scikit-learn.
         """
         from sklearn.metrics import average_precision_score, f1_score
+        from sklearn.preprocessing import MultiLabelBinarizer
 
         assert self.threshold is not None, "`answers` chooses it"
-        numbers = {name: number for number, name in enumerate(self.data.label_names)}
-        correct, predicted = (
-            multi_hot([[numbers[name] for name in names] for names in rows], len(numbers))
-            for rows in (gold, answers["predicted"])
-        )
-        scores: Any = {
-            f"{average}_f1": f1_score(correct, predicted, average=average, zero_division=0)  # pyright: ignore[reportArgumentType]
-            for average in ("micro", "macro")
-        }
+        binarizer: Any = MultiLabelBinarizer(classes=self.data.label_names)
+        correct, predicted = binarizer.fit_transform(gold), binarizer.fit_transform(answers["predicted"])
+        f1 = [f1_score(correct, predicted, average=name, zero_division=0) for name in ("micro", "macro")]  # pyright: ignore[reportArgumentType]
         occurs = correct.any(0)
         probabilities = np.array(answers["score"])
         precision = average_precision_score(correct[:, occurs], probabilities[:, occurs]) if occurs.any() else 0.0
-        return {**{name: float(score) for name, score in scores.items()},
-                "average_precision": float(precision), "threshold": self.threshold}  # fmt: skip
-
-
-def multi_hot(rows: Sequence[Sequence[int]], labels: int) -> np.ndarray:
-    """Return 1 for each row's labels and 0 for the others, int64 [rows, labels]."""
-    matrix = np.zeros((len(rows), labels), np.int64)
-    for row, numbers in enumerate(rows):
-        matrix[row, list(numbers)] = 1
-    return matrix
+        scores: Any = {"micro_f1": f1[0], "macro_f1": f1[1], "average_precision": precision}
+        return {**{name: float(score) for name, score in scores.items()}, "threshold": self.threshold}
 
 
 def best_threshold(correct: np.ndarray, probabilities: np.ndarray) -> float:
     """Return the threshold from 0.01 to 0.99 with the best micro F1; of equal ones, the nearest to 0.5.
 
-    Args:
-        correct: 0 or 1, [texts, labels].
-        probabilities: [texts, labels].
+    `correct` is 0 or 1; both are [texts, labels].
     """
     scores = {}
     for percent in range(1, 100):

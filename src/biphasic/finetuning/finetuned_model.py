@@ -96,10 +96,7 @@ def load_finetuned(
 ) -> tuple[TrainedModel, PredictionTask]:
     """Load a fine-tuned encoder and its head, on the GPU if there is one, and its task, which can't be retrieval.
 
-    `trust_remote_code` allows the model to run its own Python files.
-
-    Raises:
-        UserError: the model can't be loaded.
+    `trust_remote_code` allows the model to run its own Python files. Raises a UserError if the model can't be loaded.
     """
     encoder = load_encoder(folder, trust_remote_code)
     settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
@@ -130,10 +127,8 @@ def _require_same_head(folder: str, head: dict[str, Tensor]) -> None:
 def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> tuple[Columns, CutTexts]:
     """Return the predictions for new text and what of it was cut.
 
-    The predictions are `id`, `predicted`, `score` and other columns of the family's `answers`.
-
-    Raises:
-        UserError: the text can't be used.
+    The predictions are `id`, `predicted`, `score` and other columns of the family's `answers`. Raises a UserError if
+    the text can't be used.
     """
     # `tokenize` expects the columns of correct answers; their values have no effect.
     unknown: Columns = {

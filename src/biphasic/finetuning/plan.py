@@ -28,9 +28,8 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
     lines, model, task = job_plan.lines, config.model, config.task
     lines["model"] = model.path
     if is_remote(model.path):
-        job_plan.problems.append(
-            f"model.path {model.path}: fine-tuning can't read a model from a bucket: download it to a folder"
-        )
+        reason = "a model in a bucket is not supported: download it to a folder"
+        job_plan.problems.append(f"model.path {model.path}: {reason}")
     elif not Path(model.path).exists() and (reason := why_missing(model.path, model.revision)):
         job_plan.missing.append(f"model.path {model.path}: {reason}")
     for path in dict.fromkeys([task.data, *task.retrieval_sets.values()]):

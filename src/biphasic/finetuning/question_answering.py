@@ -48,14 +48,17 @@ class QuestionAnswering(PredictionTask):
         the position of the context's first token; `offsets` each context token's characters, [first, end).
         """
         tokenizer = self.text_tokenizer
-        examples: dict[str, list[Any]] = {name: [] for name in ("texts", "labels", "about", "offsets", "lost")}
+        examples = {name: list[Any]() for name in ("texts", "labels", "about", "offsets", "lost")}
         questions = self._questions(columns["question"])
         contexts = tokenizer.tokenize_with_offsets(columns["context"], title)
         for row, (question, (ids, offsets)) in enumerate(zip(questions, contexts, strict=True)):
             answer = first_answer(columns["answers"][row], offsets)
             length, question = len(question), question[: self.max_length // 2]
             begins, missed = len(tokenizer.prefix) + len(question), answer is not None
-            for first, last in self._windows(len(question), len(ids)):
+            if (size := self.max_length - begins - len(tokenizer.suffix)) < 1:
+                problem = f"{self.max_length} tokens leave no room for the context after the question"
+                raise UserError(f"task.max_length: {problem}")
+            for first, last in windows(len(ids), size, self.config.stride):
                 text = [*tokenizer.prefix, *question, *ids[first:last], *tokenizer.suffix]
                 inside = answer is not None and first <= answer[0] and answer[1] < last
                 missed = missed and not inside
@@ -72,14 +75,6 @@ class QuestionAnswering(PredictionTask):
         parts = [tokenizer.encode([part.format(question=text) for text in questions]) for part in (before, after)]
         between = [tokenizer.separator_id] if separator else []
         return [first + between + second for first, second in zip(*parts, strict=True)]
-
-    def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
-        size = self.max_length - question - len(self.text_tokenizer.prefix) - len(self.text_tokenizer.suffix)
-        if size < 1:
-            raise UserError(
-                f"task.max_length: {self.max_length} tokens leave no room for the context after the question"
-            )
-        return windows(context, size, self.config.stride)
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         logits = head(hidden).float()
@@ -145,12 +140,9 @@ def best_span(logits: np.ndarray, offsets: np.ndarray, longest_answer: int) -> S
     except that all spans are compared, not only those of the twenty best starts and ends. Among spans with equal
     scores, the earliest start and then the shortest span is chosen. The score is -inf if there are no tokens.
 
-    Args:
-        logits: float [tokens, 2], the start and end logits of the context's tokens in this window.
-        offsets: int [tokens, 2], each token's characters in the context, [first, end), which never decrease.
-
-    Raises:
-        ValueError: a logit is not finite.
+    `logits`, float [tokens, 2], are the start and end logits of the context's tokens in this window, and `offsets`, int
+    [tokens, 2], each token's characters in the context, [first, end), which never decrease. Raises a ValueError if a logit
+    is not finite.
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite")
@@ -172,9 +164,7 @@ def best_answer(context: str, windows: Sequence[tuple[Span, float]]) -> tuple[st
     `windows` has, in any order, each window's best span in `context` and its null score, the sum of the start and end
     logits at the window's first position. Without tokens, the text is empty and its score -inf. The no-answer score, to
     be compared with a threshold, is the lowest null score among the windows, as in run_qa, minus the answer's score.
-
-    Raises:
-        ValueError: a null score is not finite.
+    Raises a ValueError if a null score is not finite.
     """
     spans, nulls = zip(*windows, strict=True)
     if not all(map(math.isfinite, nulls)):
@@ -201,10 +191,8 @@ class AnswerTokens(TokenClassification):
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
         """Return the texts, and for each token its label and its characters in the context (`offsets`, [first, end))."""
-        tokenizer, examples = (
-            self.text_tokenizer,
-            {name: list[Any]() for name in ("texts", "labels", "offsets", "lost")},
-        )
+        tokenizer = self.text_tokenizer
+        examples = {name: list[Any]() for name in ("texts", "labels", "offsets", "lost")}
         questions = tokenizer.tokenizer.encode([self.config.text.format(question=text) for text in columns["question"]])
         contexts = tokenizer.tokenize_with_offsets(columns["context"], title)
         for question, (ids, offsets), answers in zip(questions, contexts, columns["answers"], strict=True):
@@ -246,10 +234,8 @@ class AnswerTokens(TokenClassification):
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return `token_f1`, which is also added to `answers` by row, and SQuAD's scores of `predicted`."""
-        correct = [np.flatnonzero(examples["labels"][row]) for row in range(len(gold))]
-        overlaps = [
-            position_f1(set(own), set(first.tolist())) for own, first in zip(answers["inside"], correct, strict=True)
-        ]
+        correct = (np.flatnonzero(examples["labels"][row]).tolist() for row in range(len(gold)))
+        overlaps = [position_f1(set(own), set(first)) for own, first in zip(answers["inside"], correct, strict=True)]
         answers["token_f1"] = overlaps
         return {"token_f1": fmean(overlaps), **squad_scores(gold, answers["predicted"])}
 

@@ -21,17 +21,8 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.search import (
-    Qrels,
-    ndcg_of_ten,
-    query_columns,
-    rank_documents,
-    retrieval_scores,
-    scores_by_query,
-    trec_run,
-)
+from biphasic.evaluation import search
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
-from biphasic.finetuning.truncation import tokenize_cut
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -162,7 +153,7 @@ class Retrieval(FinetuneTask):
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
             for split in _judged_splits(folder):
-                qrels: Qrels = {}
+                qrels: search.Qrels = {}
                 for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
                     qrels.setdefault(query, {})[document] = grade
                 if missing := [query for query in qrels if query not in positions]:
@@ -171,13 +162,15 @@ class Retrieval(FinetuneTask):
                 judged = query_embeddings[[positions[query] for query in qrels]]
                 for shown, dimension in self.config.scored_as(name).items():
                     truncated = judged[:, :dimension], document_embeddings[:, :dimension]
-                    run = rank_documents(list(qrels), truncated[0], documents, truncated[1])
-                    of_ten = ndcg_of_ten(run, qrels)
-                    metrics[shown][split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": fmean(of_ten.values())}
-                    by_query = {"ndcg_at_10": scores_by_query(run, qrels, "ndcg_cut_10", 10), "ndcg_of_ten": of_ten}
-                    columns = query_columns(run, qrels, texts, by_query)
+                    run = search.rank_documents(list(qrels), truncated[0], documents, truncated[1])
+                    of_ten = search.ndcg_of_ten(run, qrels)
+                    means = {**search.retrieval_scores(run, qrels), "ndcg_of_ten": fmean(of_ten.values())}
+                    metrics[shown][split] = means
+                    at_ten = search.scores_by_query(run, qrels, "ndcg_cut_10", 10)
+                    by_query = {"ndcg_at_10": at_ten, "ndcg_of_ten": of_ten}
+                    columns = search.query_columns(run, qrels, texts, by_query)
                     file = f"{shown.replace(' ', '-')}-{split}"
-                    files[f"{file}.run.gz"] = functools.partial(trec_run, run, "biphasic")
+                    files[f"{file}.run.gz"] = functools.partial(search.trec_run, run, "biphasic")
                     files[f"{file}.parquet"] = functools.partial(parquet_bytes, columns)
             for shown, by_split in metrics.items():
                 file = f"{shown.replace(' ', '-')}-test.parquet"
@@ -203,8 +196,11 @@ class Retrieval(FinetuneTask):
     def _tokenize(
         self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str, length: int | None = None
     ) -> tuple[Ragged, Ragged]:
-        prompted = [prompt + text for text in texts]
-        return tokenize_cut(tokenizer, prompted, length or self.max_length, f"reading {self.config.name}: {title}")
+        """Return the token ids of texts after a prompt, cut at their ends, and `[tokens lost, 0]` of each text."""
+        prompted, title = [prompt + text for text in texts], f"reading {self.config.name}: {title}"
+        tokens = tokenizer.tokenize_and_count(prompted, length or self.max_length, title)
+        pairs = [(np.array(ids, np.int32), cut) for ids, cut in tokens]
+        return Ragged.of(ids for ids, _ in pairs), Ragged.of([cut, 0] for _, cut in pairs)
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         sets = {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
@@ -252,10 +248,7 @@ def info_nce(
         from torch.distributed.nn.functional import all_gather
 
         offset = torch.distributed.get_rank() * len(documents)
-        documents = torch.cat(list(all_gather(documents)))  # pyright: ignore[reportArgumentType]
-        gathered = [torch.empty_like(ids) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(gathered, ids)
-        ids = torch.cat(gathered)
+        documents, ids = (torch.cat(list(all_gather(part))) for part in (documents, ids))  # pyright: ignore[reportArgumentType]
     targets = torch.arange(offset, offset + count, device=queries.device)
     masked = (relevant[:, :, None] == ids).any(1)
     masked[torch.arange(count, device=queries.device), targets] = False
@@ -270,11 +263,8 @@ def kl_divergence(queries: Tensor, documents: Tensor, scores: Tensor, temperatur
     That of sentence-transformers' DistillKLDivLoss with cosine similarity over the temperature in place of the dot
     product. Only a query's own documents are compared, so ranks need nothing of each other.
 
-    Args:
-        queries: query embeddings [pairs, width].
-        documents: embeddings [pairs * (1 + negatives), width] of the queries' documents in order, then of each query's
-            hard negatives.
-        scores: the teacher's scores [pairs, 1 + negatives], the positive's first.
+    `queries` are embeddings [pairs, width], `documents` [pairs * (1 + negatives), width] of the queries' documents in order,
+    then of each query's hard negatives, and `scores` the teacher's [pairs, 1 + negatives], the positive's first.
     """
     count, width = queries.shape
     candidates = torch.cat([documents[:count, None], documents[count:].view(count, -1, width)], 1)

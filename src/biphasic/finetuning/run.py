@@ -34,9 +34,7 @@ def run(config: FinetuneConfig) -> Path:
     """Fine-tune, score and save a model, and return the run's folder.
 
     The record is written last; a run with a record is not repeated. A lock keeps a second start out of the folder.
-
-    Raises:
-        UserError: the model or the data can't be used, or the folder holds another run, or one that is running.
+    Raises a UserError if the model or the data can't be used, or the folder holds another run, or one that is running.
     """
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     lock, ranks = RunLock(str(config.run_folder), key="output", alternative="run_name"), RankGroup()
@@ -103,8 +101,7 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     for result in trial.results:
         scores = [(split, *score) for split, values in result.more.items() for score in values.items()]
         rows[result.name] = ", ".join(f"{metric} {value:.4f} ({split})" for split, metric, value in scores)
-    names = task.label_names
-    if names:
+    if names := task.label_names:
         rows["Labels"] = ", ".join(names)
     encoder = model.encoder
     card = functools.partial(

@@ -33,10 +33,6 @@ class TrainedModel:
     tokens_per_pass: int
     bf16: bool
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.encoder.backbone.parameters()).device
-
     def predict(
         self, texts: Ragged, predict_pass: Callable[[Tensor, Segments, list[int]], Sequence[Any]], title: str
     ) -> list[Any]:
@@ -56,7 +52,7 @@ class TrainedModel:
         """Return mean-pooled embeddings, fp32 [texts, width] on the model's device, on every rank."""
         from composer.utils import dist
 
-        embeddings = torch.zeros((len(texts), self.encoder.width), device=self.device)
+        embeddings = torch.zeros((len(texts), self.encoder.width), device=self.encoder.device)
         for indices, hidden, segments in self._forward_passes(texts, title):
             embeddings[indices] = mean_pool(hidden, segments)
         dist.all_reduce(embeddings, reduce_operation="SUM")
@@ -67,16 +63,16 @@ class TrainedModel:
         # Imported here because Composer takes seconds to import and naming a trial doesn't need it.
         from composer.utils import dist
 
-        rank, ranks = dist.get_global_rank(), dist.get_world_size()
+        rank, ranks, device = dist.get_global_rank(), dist.get_world_size(), self.encoder.device
         bar = tqdm(total=len(texts), desc=title, unit="text", delay=10, leave=False, disable=not is_first_rank())
         self.encoder.backbone.eval()
         self.head.eval()
-        with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), bar:
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16), bar:
             for number, indices in enumerate(length_batches(texts.lengths.tolist(), self.tokens_per_pass)):
                 if number % ranks == rank:
                     tokens, lengths = texts.concatenate(indices)
-                    segments = Segments.of(lengths, self.device)
-                    on_device = torch.from_numpy(tokens).long().to(self.device, non_blocking=True)
+                    segments = Segments.of(lengths, device)
+                    on_device = torch.from_numpy(tokens).long().to(device, non_blocking=True)
                     yield indices, self.encoder.hidden(on_device, segments), segments
                 bar.update(len(indices))
 
@@ -100,10 +96,8 @@ class FinetuneTask(ABC):
     """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
     `config` is the YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the
-    dataset's record if only new text is predicted; by default, it is read.
-
-    Raises:
-        UserError: the data is missing or belongs to another family.
+    dataset's record if only new text is predicted; by default, it is read. Raises a UserError if the data is missing or
+    belongs to another family.
     """
 
     family: str
@@ -194,10 +188,9 @@ class FinetuneTask(ABC):
     ) -> list[DownstreamResult]:
         """Return a test set's result by each metric of the YAML from its metrics by split (`validation`, `test`)."""
         validation, test = metrics.get("validation", {}), metrics.get("test", {})
+        scores = {metric: (validation.get(metric), test.get(metric)) for metric in self.config.metrics}
         return [
-            DownstreamResult(
-                task, shown, self.family, metric, validation.get(metric), test.get(metric), metrics, data, file
-            )
+            DownstreamResult(task, shown, self.family, metric, *scores[metric], metrics, data, file)
             for shown, metric in self.config.shown(name)
         ]
 
@@ -251,15 +244,11 @@ class PredictionTask(FinetuneTask):
             metrics[split] = self.metrics(gold, answers, self.examples(split))
             kept = {"id": columns["id"], "gold": gold, **answers}
             files[f"{split}.parquet"] = functools.partial(parquet_bytes, kept)
-        validation = self.config.validation
-        by_split = {} if validation is None else {"validation": metrics[validation]}
-        results = [
-            result
-            for name, split in self.config.scored.items()
-            for result in self.results(
-                self.config.name, name, {**by_split, "test": metrics[split]}, self.config.data, f"{split}.parquet"
-            )
-        ]
+        results, validation = list[DownstreamResult](), self.config.validation
+        of_validation = {} if validation is None else {"validation": metrics[validation]}
+        for name, split in self.config.scored.items():
+            of_set = {**of_validation, "test": metrics[split]}
+            results += self.results(self.config.name, name, of_set, self.config.data, f"{split}.parquet")
         return results, files
 
     def run(self, model: TrainedModel, columns: Columns, examples: Examples, title: str) -> Columns:

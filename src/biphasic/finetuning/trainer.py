@@ -77,8 +77,7 @@ class SeededDropout(Callback):
 def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: FinetuneTask) -> dict[str, Any]:
     """Train the encoder and head in place; return `steps` (batches), `tokens` (summed over ranks) and the last `loss`.
 
-    Raises:
-        UserError: the data can't be used, or the loss is NaN or Inf.
+    Raises a UserError if the data can't be used, or the loss is NaN or Inf.
     """
     reproducibility.seed_all(config.seed)
     examples = task.training_examples()

@@ -25,9 +25,7 @@ from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnsweri
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
-from biphasic.model.architecture import Architecture
-from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_config, model_fingerprint
-from biphasic.model.checkpoint import is_checkpoint, read_record
+from biphasic.model.backbone import file_stamps, load_hf_config, model_fingerprint
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.heads import initialize_head
 from biphasic.provenance import provenance
@@ -51,8 +49,7 @@ _contents: dict[tuple[Any, ...], list[Any]] = {}
 def trial_name(config: FinetuneConfig) -> str:
     """Return a hash of everything that determines a trial's result: the model's files, the tables and the settings.
 
-    Raises:
-        UserError: the model or the data is missing.
+    Raises a UserError if the model or the data is missing.
     """
     task = config.task
     paths = [config.model.path, task.data, *task.retrieval_sets.values()]
@@ -110,10 +107,8 @@ def train_and_score(
 ) -> tuple[TrialResult, TrainedModel, FinetuneTask, dict[str, Callable[[], bytes]]]:
     """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
 
-    The model, its task, and the contents of prediction files by name are also returned.
-
-    Raises:
-        UserError: model or data can't be used, or the loss is NaN or Inf.
+    The model, its task, and the contents of prediction files by name are also returned. Raises a UserError if model or
+    data can't be used, or the loss is NaN or Inf.
     """
     # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist
@@ -159,24 +154,13 @@ def train_and_score(
 
 def check_trial(config: FinetuneConfig) -> None:
     """Raise a UserError if model, data and settings don't fit each other, as far as it shows without weights."""
-    task, architecture = build_task(config.model, config.task, config.cache), _architecture(config.model)
+    task, model = build_task(config.model, config.task, config.cache), load_hf_config(*_source(config.model))
     with torch.device("meta"):
-        task.build_head(1 << 20 if architecture is None else architecture.hidden)
+        task.build_head(getattr(model, "hidden_size", 1 << 20))
     for folder, table in task.tables():
-        folder.size(table)
+        folder.row_count(table)
     if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
-        warmup_batches(config, count_steps(config, task.data.size("train")[0]))
-
-
-def _architecture(model: EncoderConfig) -> Architecture | None:
-    if is_checkpoint(model.path):
-        config: Any = hf_config_from_json(read_record(model.path)["backbone"])
-    else:
-        config = load_hf_config(model.path, model.revision, model.trust_remote_code)
-    try:
-        return Architecture.from_hf_config(config)
-    except AttributeError:
-        return None
+        warmup_batches(config, count_steps(config, task.data.row_count("train")))
 
 
 def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:

@@ -43,17 +43,6 @@ class CutTexts:
         return "; ".join(parts)
 
 
-def tokenize_cut(
-    tokenizer: TextTokenizer, texts: Sequence[str], max_length: int, title: str = ""
-) -> tuple[Ragged, Ragged]:
-    """Return the token ids of texts, cut at their ends, and `[tokens lost, 0]` of each text."""
-    rows, lost = [], []
-    for ids, cut in tokenizer.tokenize_and_count(texts, max_length, title):
-        rows.append(np.array(ids, np.int32))
-        lost.append([cut, 0])
-    return Ragged.of(rows), Ragged.of(lost)
-
-
 def format_and_cut(
     tokenizer: TextTokenizer, template: str, rows: Sequence[Mapping[str, str]], max_length: int, title: str
 ) -> tuple[Ragged, Ragged]:

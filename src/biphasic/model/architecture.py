@@ -73,13 +73,9 @@ class Architecture:
         return (0 if self.tied else self.embedding_parameters) + self.dense_head * self.hidden**2
 
     @property
-    def body_parameters(self) -> int:
-        """Number of parameters without the embedding and the head."""
-        return self.layers * self.layer_parameters + self.hidden
-
-    @property
     def parameters(self) -> int:
-        return self.body_parameters + self.embedding_parameters + self.head_parameters
+        body = self.layers * self.layer_parameters + self.hidden  # with the final norm
+        return body + self.embedding_parameters + self.head_parameters
 
     def flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int = 0) -> float:
         """Return the FLOPs of a training step, the numerator of MFU (PaLM, appendix B).

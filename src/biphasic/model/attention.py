@@ -62,10 +62,8 @@ def attention(
         ValueError: the backend doesn't support one of the layer's options.
     """
     if segments is None or is_causal is None or attention_mask is not None:
-        raise NotPackedError(
-            "this backbone attends to packed segments: call biphasic.model.forward.packed_forward, which passes "
-            "them and no padding"
-        )
+        call = "call biphasic.model.forward.packed_forward, which passes them and no padding"
+        raise NotPackedError(f"this backbone attends to packed segments: {call}")
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
     backend = attention_backend
@@ -127,21 +125,22 @@ def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dty
 def missing_option(hf_config: Any, backend: str, dtype: torch.dtype, training: bool) -> str | None:
     """Return what a model's attention needs and a backend's kernels for GPUs don't have; None if there is nothing."""
     softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
+    names = ("attention_dropout", "attention_probs_dropout_prob")
+    dropout = training and any(getattr(hf_config, name, 0.0) for name in names)
     size = head_dim(hf_config)
     if backend == "varlen":
         if dtype not in (torch.float16, torch.bfloat16):
             return "fp32 (set precision: amp_bf16)"
-        if size > _MAX_FLASH_HEAD_DIM:
-            return f"heads larger than {_MAX_FLASH_HEAD_DIM}"
+        if size > 256:
+            return "heads larger than 256"
         if size % 8:
             return "heads whose size is not a multiple of 8"
         if softcap:
             return "softcapped scores"
     if backend in ("varlen", "flex") and dropout:
         return "dropout of attention weights"
-    if backend == "flex" and size < _MIN_FLEX_HEAD_DIM:
-        return f"heads smaller than {_MIN_FLEX_HEAD_DIM}"
+    if backend == "flex" and size < 16:  # Triton's matrix products need at least this size
+        return "heads smaller than 16"
     return None
 
 
@@ -155,12 +154,6 @@ def backend_available(backend: str) -> bool:
     return hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
 
-_DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
-"""Names of the attention dropout probability in configurations of transformers."""
-_MIN_FLEX_HEAD_DIM = 16
-"""FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
-_MAX_FLASH_HEAD_DIM = 256
-"""FlashAttention's kernels refuse larger heads."""
 FLEX_BLOCK = 128
 """Number of queries and of keys in a block of FlexAttention's masks."""
 
@@ -176,7 +169,6 @@ class AttentionOptions(NamedTuple):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    assert varlen_attn is not None
     # [tokens, heads, head_dim], contiguous, so that gradients are contiguous too.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     left = options.window - 1  # number of tokens that a query attends to on this side; -1: all
@@ -186,7 +178,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, optio
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         scale=options.scale, window_size=(left, 0 if options.causal else left), **GQA_OPTIONS,
     )  # fmt: skip
-    assert isinstance(output, Tensor)
     return output[None]
 
 

@@ -10,9 +10,6 @@ import torch
 from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError
 
-MEMORY_SHARE = 0.94
-"""Share of a GPU's memory that may be used; the rest is left for fragmentation."""
-
 
 def largest_microbatch(
     measure: Callable[[int], float | None], limit: int, available: float, before: float | None = None
@@ -66,6 +63,6 @@ def peak_bytes(work: Callable[[], object]) -> float | None:
 
 
 def available_bytes() -> float:
-    """Return the bytes of the current GPU's memory that this process may use."""
+    """Return the bytes of the current GPU's memory that this process may use: 6% are left for fragmentation."""
     free, total = torch.cuda.mem_get_info()
-    return MEMORY_SHARE * total - (total - free - torch.cuda.memory_reserved())
+    return 0.94 * total - (total - free - torch.cuda.memory_reserved())

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,21 +20,13 @@ from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, user_error
 from biphasic.storage.hub import require_model
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 _log = logging.getLogger(__name__)
 BIDIRECTIONAL = "bidirectional_"
 """Prefix that exports of decoder families add to the family's model type."""
 BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
 """Configuration class in the config.json of an export of a decoder family."""
-_PAPERS_FAMILY = "sl_model"
-"""Model type of the paper's own checkpoints (`MLMvsCLM/…` on the hub). Names and shapes of their weights are Llama's."""
-_PAPERS_ROPE_THETA = 250_000.0
-"""Default of their configuration class; those that we know of name 10,000."""
 _EUROBERT_CODE = "configuration_eurobert.EuroBertConfig"
 """Configuration class in the config.json of EuroBERT's checkpoints on the hub. transformers 5 has these networks."""
-_HEADS = ("lm_head.weight", "decoder.weight")
 _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 
 
@@ -53,16 +45,22 @@ def load_language_model(
     model's own; `sequence_length` is the number of tokens in the longest row to train on, if it is known. Raises a
     UserError if the model can't be loaded or used, or not with these positions.
     """
+    hf_config = load_hf_config(path, revision, trust_remote_code)
+    if rope_theta is not None:
+        plain_rope(hf_config, path)["rope_theta"] = rope_theta
+    own = {"max_position_embeddings": getattr(hf_config, "max_position_embeddings", None)}  # some name it differently
+    if sequence_length is not None:
+        problem = rows_problem(path, {**hf_config.to_dict(), **own}, sequence_length, max_position_embeddings)
+        if problem is not None:
+            raise UserError(problem)
+    if max_position_embeddings is not None:
+        hf_config.max_position_embeddings = max_position_embeddings
     if is_checkpoint(path):
-        hf_config = hf_config_from_json(read_record(path)["backbone"])
-        _set_positions(path, hf_config, rope_theta, max_position_embeddings, sequence_length)
         model = from_hf_config(hf_config, seed=0)
         model.load_state_dict(read_weights(path))
         return model
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    hf_config = load_hf_config(path, revision, trust_remote_code)
-    _set_positions(path, hf_config, rope_theta, max_position_embeddings, sequence_length)
     family = hf_config.model_type
     head_class = AutoModelForMaskedLM if family in ("eurobert", "modernbert") else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
@@ -80,17 +78,7 @@ def load_language_model(
     return language_model_of(model, f"model {path}", sequence_length)
 
 
-def _set_positions(path: str, hf_config: Any, rope_theta: float | None, longest: int | None, rows: int | None) -> None:
-    if rope_theta is not None:
-        plain_rope(hf_config, path)["rope_theta"] = rope_theta
-    own = {"max_position_embeddings": getattr(hf_config, "max_position_embeddings", None)}  # some name it differently
-    if rows is not None and (problem := rows_problem(path, {**hf_config.to_dict(), **own}, rows, longest)) is not None:
-        raise UserError(problem)
-    if longest is not None:
-        hf_config.max_position_embeddings = longest
-
-
-def hf_config_from_json(text: str) -> PretrainedConfig:
+def hf_config_from_json(text: str) -> Any:
     """Build a Hugging Face configuration from its JSON."""
     from transformers import AutoConfig
 
@@ -99,10 +87,13 @@ def hf_config_from_json(text: str) -> PretrainedConfig:
 
 
 def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the Hugging Face configuration of a folder or hub id; for the export of a decoder, in the decoder's class.
+    """Load the Hugging Face configuration of a model; for the export of a decoder, in the decoder's class.
 
-    Raises a UserError if it is missing, of an unknown family, or has values that are invalid for the family.
+    Arguments are as in `load_language_model`. Raises a UserError if it is missing, of an unknown family, or has values that
+    are invalid for the family.
     """
+    if is_checkpoint(path):
+        return hf_config_from_json(read_record(path)["backbone"])
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -110,8 +101,9 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     try:
         content = config_content(path, revision)
         if is_papers(content):
+            # The default base is their configuration class's; those that we know of name 10,000.
+            content = {"rope_theta": 250_000.0, **content, "model_type": "llama"}
             # transformers chooses the attention by `is_causal`; here the job does.
-            content = {"rope_theta": _PAPERS_ROPE_THETA, **content, "model_type": "llama"}
             content.pop("is_causal", None)
         elif not is_decoder_export(content):
             own: dict[str, str] = content.get("auto_map") or {}
@@ -151,8 +143,11 @@ def is_decoder_export(content: dict[str, Any]) -> bool:
 
 
 def is_papers(content: dict[str, Any]) -> bool:
-    """Return whether a config.json belongs to a checkpoint of the paper's authors. Its code isn't needed."""
-    return content.get("model_type") == _PAPERS_FAMILY
+    """Return whether a config.json belongs to a checkpoint of the paper's authors (`MLMvsCLM/…` on the hub).
+
+    Names and shapes of its weights are Llama's, so its code isn't needed.
+    """
+    return content.get("model_type") == "sl_model"
 
 
 def load_network(
@@ -187,9 +182,10 @@ def load_network(
         elif not name.startswith("pooler."):
             missing.append(name)
     if missing:
-        tied = ": if it is the embedding, set tie_word_embeddings: true there" if missing[0] in _HEADS else ""
         lacking = f"its files lack {len(missing)} weights, e.g. {missing[0]}, that its config.json needs"
-        raise UserError(f"model {path}: {lacking}{tied}")
+        if missing[0] in ("lm_head.weight", "decoder.weight"):
+            lacking += ": if it is the embedding, set tie_word_embeddings: true there"
+        raise UserError(f"model {path}: {lacking}")
     parts = {name for part in (network, network.base_model) for name, _ in part.named_children()} - {"pooler"}
     prefix = f"{network.base_model_prefix}."
     unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]

@@ -46,8 +46,7 @@ def is_checkpoint(path: str) -> bool:
 def read_record(path: str) -> dict[str, Any]:
     """Read the run record (`biphasic.training.record.RunRecord`) of a checkpoint: a file, or a sharded one's folder.
 
-    Raises:
-        UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
+    Raises a UserError if the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
     """
     require_safe_checkpoint(path)
     with _reported_errors(path):
@@ -104,9 +103,8 @@ def require_safe_checkpoint(path: str) -> None:
     with user_errors(f"checkpoint {path}: is damaged or incomplete", *kinds):
         names = _sharded_globals(local) if local.is_dir() else _unsafe_globals(local)
     if names:
-        raise UserError(
-            f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
-        )
+        problem = f"loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
+        raise UserError(f"checkpoint {path}: {problem}")
 
 
 @contextmanager

@@ -38,10 +38,6 @@ from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
 
 _log = logging.getLogger(__name__)
-_TEXTS_AT_ONCE = 5000
-"""Number of texts that are tokenized in one call."""
-_TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
-"""Number of tokens in a forward pass of `Encoder.embed`, by device type. On CPUs, hidden states fit in the cache."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,7 @@ class TextTokenizer:
 
     def with_end_of_text(self) -> TextTokenizer:
         """Return this tokenizer with EOS after each text, also when it is saved. Raises a UserError if it has none."""
-        eos = self.tokenizer.eos_id
-        if eos is None:
+        if (eos := self.tokenizer.eos_id) is None:
             raise UserError(f"tokenizer {self.tokenizer.source}: task.end_of_text: it has no EOS token")
         if self.suffix[-1:] == (eos,):
             return self
@@ -87,15 +82,13 @@ class TextTokenizer:
     def _room(self, max_length: int) -> int:
         return max(max_length - len(self.prefix) - len(self.suffix), 0)
 
-    def tokenize(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[list[int]]:
-        """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
-        for ids, _ in self.tokenize_and_count(texts, max_length, title):
-            yield ids
-
     def tokenize_and_count(
         self, texts: Sequence[str], max_length: int, title: str = ""
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield each text's token ids, as `tokenize` does, and the number of tokens that were cut from its end."""
+        """Yield each text's token ids, and the number of tokens that were cut from its end.
+
+        With a `title`, show a progress bar if this takes more than five seconds.
+        """
         for portion in _portions(texts, title):
             if self.settings.lowercase:
                 portion = [lowercased(text) for text in portion]
@@ -134,6 +127,10 @@ class Encoder:
         return self.text_tokenizer.tokenizer
 
     @property
+    def device(self) -> torch.device:
+        return next(self.backbone.parameters()).device
+
+    @property
     def width(self) -> int:
         return self.backbone.config.hidden_size  # pyright: ignore
 
@@ -143,7 +140,7 @@ class Encoder:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, at most `max_length`. An empty text is one end-of-text token."""
-        return list(self.text_tokenizer.tokenize(texts, self.text_tokenizer.max_length))
+        return [ids for ids, _ in self.text_tokenizer.tokenize_and_count(texts, self.text_tokenizer.max_length)]
 
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
         """Compute bidirectional hidden states [tokens, width] from the token ids of concatenated texts, int64 [tokens]."""
@@ -157,8 +154,9 @@ class Encoder:
 
         Texts of similar length share a forward pass. `progress` is called after each pass with its number of texts.
         """
-        device = next(self.backbone.parameters()).device
-        at_once = _TOKENS_AT_ONCE.get(device.type, _TOKENS_AT_ONCE["cpu"])
+        device = self.device
+        # On CPUs, hidden states then fit in the cache.
+        at_once = 65536 if device.type == "cuda" else 1024
         embeddings = torch.empty((len(texts), self.width))
         for batch in length_batches([len(text) for text in texts], at_once):
             segments = Segments.of([len(texts[index]) for index in batch], device)
@@ -172,7 +170,7 @@ class Encoder:
 
 def _portions(texts: Sequence[str], title: str) -> Iterator[list[str]]:
     with tqdm(total=len(texts), desc=title, unit="text", delay=5, leave=False, disable=None if title else True) as bar:
-        for portion in groups_up_to(_TEXTS_AT_ONCE, texts):
+        for portion in groups_up_to(5000, texts):
             yield portion
             bar.update(len(portion))
 
@@ -277,9 +275,8 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     # The last token may be a mask token that was added to a tokenizer without one; it needs no embedding.
     tokens = tokenizer.vocab_size - (tokenizer.mask_id == tokenizer.vocab_size - 1)
     if tokens > embeddings:
-        raise UserError(
-            f"model {path}: its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}: they don't belong together"
-        )
+        counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
+        raise UserError(f"model {path}: {counts}: they don't belong together")
     return Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
 
 

@@ -15,9 +15,6 @@ from biphasic.model.attention import attention_arguments
 from biphasic.model.kernels import avoid_plans
 from biphasic.model.segments import Segments, padding_groups
 
-_EXTRA_TOKENS = 256
-"""Number of padding tokens in a batch whose cost is negligible."""
-
 
 def packed_forward(backbone: Any, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
     """Compute hidden states [tokens, width], after the final norm, from token ids, int64 [tokens], without padding.
@@ -55,7 +52,7 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
         avoid_plans()
     texts = tokens.split(list(segments.lengths))
     hidden: dict[int, Tensor] = {}
-    for group in padding_groups(segments.lengths, exponent=1, extra=_EXTRA_TOKENS):
+    for group in padding_groups(segments.lengths, exponent=1, extra=256):
         inputs = pad_sequence([texts[index] for index in group], batch_first=True, padding_value=pad_id)
         # Lengths stay on the host, because slicing by values on the device would need a synchronization.
         lengths = torch.tensor([segments.lengths[index] for index in group])

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,10 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.version import hip
 
-from biphasic.errors import UserError
+from biphasic.errors import UserError, first_line
 from biphasic.model.segments import visibility_mask
 
-varlen_attn: Callable[..., Any] | None = None
+varlen_attn: Any = None
 """PyTorch's attention over segments of any length; None before torch 2.10, on which other backends compute it."""
 with suppress(ImportError):
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -35,12 +34,9 @@ KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN
 # The modules of kernels that are not part of PyTorch, and the major compute capabilities that support them.
 _MODULES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
 _CAPABILITIES = {"fa4": (9, 10), "fa3": (9,), "cudnn": (9, 10)}
-_CUDNN_WITH_EMPTY_SEGMENTS = 92500
-"""Oldest cuDNN version whose attention supports empty segments; older ones return NaN (cudnn-frontend, issue 943)."""
 # In PyTorch 2.11, grouped-query attention needs no argument.
-GQA_OPTIONS: dict[str, Any] = (
-    {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_NEEDS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if _NEEDS_GQA else {}
 _TRIED_LENGTHS = (150, 0, 1, 90, 0)
 _TOLERANCE = 2e-2
 """Maximum error of bf16 results, relative to the norm of those in fp32."""
@@ -86,7 +82,7 @@ def _missing_requirement(name: str) -> str | None:
         return "this GPU doesn't support them"
     if name in _MODULES:
         return None if _has_module(_MODULES[name]) else f"the module {_MODULES[name]} isn't installed"
-    if (torch.backends.cudnn.version() or 0) < _CUDNN_WITH_EMPTY_SEGMENTS:
+    if (torch.backends.cudnn.version() or 0) < 92500:  # older ones return NaN (cudnn-frontend, issue 943)
         return "cuDNN is older than 9.25, the first that takes empty segments"
     if torch.are_deterministic_algorithms_enabled():
         return "compute.deterministic is true, and PyTorch doesn't say whether their backward pass is deterministic"
@@ -111,8 +107,7 @@ def _activation_problem(name: str, hf_config: Any) -> str | None:
             restore_flash_attention_impl(_raise_warn=False)
         ran = try_attention(hf_config, torch.device("cuda", torch.cuda.current_device()))
     except Exception as error:  # generated kernels may raise anything
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+        return f"{type(error).__name__}: {first_line(error)[:200]}"
     return None if ran == KERNELS[name] else f"PyTorch ran {ran}"
 
 
@@ -124,7 +119,6 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
     """
     from torch.nn.attention import current_flash_attention_impl
 
-    assert varlen_attn is not None
     heads, tokens = hf_config.num_attention_heads, sum(_TRIED_LENGTHS)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +135,6 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
             output = varlen_attn(
                 query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **GQA_OPTIONS
             )
-            assert isinstance(output, Tensor)
             results = [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
             for result, expected in zip(results, _dense(inputs, upstream, causal), strict=True):
                 # `not <=` instead of `>`, so that NaN is an error.

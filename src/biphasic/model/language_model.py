@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_at_targets
 from biphasic.model.probe import computes_own_logits, packing_problem
 from biphasic.model.segments import Segments
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
 """Families with ModernBERT's prediction head, and its name in their classes."""
@@ -154,14 +150,12 @@ def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:
     """Return a configuration's rotary positions. Raises a UserError if they are scaled or have several bases."""
     rope = getattr(hf_config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
-        raise UserError(
-            f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
-            f"rope_parameters: {rope}); leave rope_theta out"
-        )
+        problem = f"has no plain rotary positions with one base (its rope_parameters: {rope}); leave rope_theta out"
+        raise UserError(f"model.rope_theta: {path} ({hf_config.model_type}) {problem}")
     return rope
 
 
-def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:
+def llama_config(size: Architecture, positions: int, **settings: float) -> Any:
     """Build a Llama's configuration. `settings` replace `rms_norm_eps`, `rope_theta` and `initializer_range`."""
     from transformers import LlamaConfig
 
@@ -175,7 +169,7 @@ def llama_config(size: Architecture, positions: int, **settings: float) -> Pretr
     )  # fmt: skip
 
 
-def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = None) -> LanguageModel:
+def from_hf_config(hf_config: Any, seed: int, device: str | None = None) -> LanguageModel:
     """Build a network with new weights in fp32, drawn from a normal distribution with std `initializer_range`.
 
     Different types of the `device`, by default the CPU, draw different weights from the same seed; `meta` allocates none.
@@ -189,7 +183,11 @@ def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = 
         backbone = AutoModel.from_config(hf_config, attn_implementation=attention.ATTENTION_NAME, dtype=torch.float32)
         lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=has_head_bias(hf_config))
         nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
-        head = _prediction_head(hf_config)
+        head = None
+        if hf_config.model_type in MODERNBERT_HEADS:
+            from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
+
+            head = ModernBertPredictionHead(hf_config)
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     return LanguageModel(backbone, lm_head, head)
@@ -199,11 +197,3 @@ def has_head_bias(hf_config: Any) -> bool:
     """Return whether the language-model head of this Hugging Face configuration has a bias."""
     # `decoder_bias` is ModernBERT's. `load_language_model` sets `lm_head_bias` for families without a name for it.
     return bool(getattr(hf_config, "lm_head_bias", False) or getattr(hf_config, "decoder_bias", False))
-
-
-def _prediction_head(hf_config: Any) -> nn.Module | None:
-    if hf_config.model_type not in MODERNBERT_HEADS:
-        return None
-    from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
-
-    return ModernBertPredictionHead(hf_config)

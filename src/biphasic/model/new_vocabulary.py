@@ -36,10 +36,9 @@ def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild:
             raise UserError(f"model.new_vocabulary: {place} already has the tokenizer {new.source}: remove the key")
         _rebuild(model, old, new)
     elif old.sha256 != new.sha256 and (difference := _difference(old, new)):
-        raise UserError(
-            f"tokenizer: {new.source} is not that of model.init_from, {place} ({difference}): convert the data with the "
-            "model's own, or set model.new_vocabulary=overlap to rebuild embedding and head"
-        )
+        problem = f"{new.source} is not that of model.init_from, {place} ({difference})"
+        advice = "or set model.new_vocabulary=overlap to rebuild embedding and head"
+        raise UserError(f"tokenizer: {problem}: convert the data with the model's own, {advice}")
     model.resize_token_embeddings(new.vocab_size)
 
 

@@ -24,8 +24,7 @@ from biphasic.storage.hub import hub_errors
 
 _log = logging.getLogger(__name__)
 _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-_TRANSFORMER_FILES = [f"sentence_{family}_config.json" for family in _FAMILIES]
-"""The names that sentence-transformers has had for the encoder's settings."""
+"""Families in the names that sentence-transformers has had for the encoder's settings."""
 _ARGUMENTS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
 _HARMLESS_ARGUMENTS = ("trust_remote_code", "add_pooling_layer", "dtype", "torch_dtype", "attn_implementation")
 """Arguments of transformers that don't change an embedding except by its precision, which Biphasic sets itself."""
@@ -91,7 +90,7 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
     """Read the sentence-transformers settings of a folder or hub id. Raises a UserError if one is wrong or unsupported."""
     read = functools.partial(_json, path, revision)
     content, modules = read("config_sentence_transformers.json") or {}, read("modules.json")
-    files = _TRANSFORMER_FILES if modules is not None else _TRANSFORMER_FILES[:1]
+    files = [f"sentence_{family}_config.json" for family in (_FAMILIES if modules is not None else _FAMILIES[:1])]
     transformer: dict[str, Any] = next(filter(None, map(read, files)), {})
     _require_supported(path, transformer)
     prompts = {name: text for name, text in (content.get("prompts") or {}).items() if text is not None}
@@ -126,18 +125,16 @@ def _pooling(path: str, read: Callable[[str], Any], modules: list[dict[str, Any]
     types = [str(module.get("type")) for module in modules]
     kinds = [name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name for name in types]
     if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize", "Dropout"} or modules[0].get("path"):
-        raise UserError(
-            f"model {path}: its modules.json has {', '.join(kinds)}; supported are a Transformer in the folder itself, "
-            "then Pooling, then at most Normalize (of a Router, give the folder of one route's Transformer)"
-        )
+        supported = "a Transformer in the folder itself, then Pooling, then at most Normalize"
+        advice = f"supported are {supported} (of a Router, give the folder of one route's Transformer)"
+        raise UserError(f"model {path}: its modules.json has {', '.join(kinds)}; {advice}")
     for module in modules[2:]:
         name = f"{module.get('path')}/config.json"
         inputs = read(name) or {}
         if {inputs.get("module_input_name"), inputs.get("module_output_name")} - {None, "sentence_embedding"}:
             raise UserError(f"model {path}: {name} isn't supported; expected sentence_embedding as input and output")
     name = f"{modules[1].get('path') or ''}/config.json".lstrip("/")
-    content = read(name)
-    if content is None:
+    if (content := read(name)) is None:
         raise UserError(f"model {path}: its modules.json names {name}, which is missing: copy the complete folder")
     # Before sentence-transformers 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
     flags = [re.fullmatch(r"pooling_mode_(\w+?)(_tokens?)?", key) for key, on in content.items() if on]
@@ -145,9 +142,8 @@ def _pooling(path: str, read: Callable[[str], Any], modules: list[dict[str, Any]
     modes: list[Any] = [named] if isinstance(named, str) else list(named)
     known = get_args(PoolingMode)
     if len(modes) != 1 or modes[0] not in known:
-        raise UserError(
-            f"model {path}: {name} pools by {' and '.join(modes) or 'nothing'}; expected one of {', '.join(known)}"
-        )
+        named = " and ".join(modes) or "nothing"
+        raise UserError(f"model {path}: {name} pools by {named}; expected one of {', '.join(known)}")
     if content.get("include_prompt") is False and any(prompts.values()):
         raise UserError(f"model {path}: {name} leaves prompts out of the pooling, which isn't supported")
     return Pooling(modes[0], "Normalize" in kinds)

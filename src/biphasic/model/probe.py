@@ -271,9 +271,8 @@ class AttentionReport:
         marks = {None: "", True: "yes", False: "no"}
         rows: list[tuple[str, ...]] = [("asked for by", "direction", "future", "other segments", "padding", "")]
         for each in self.checks:
-            remark = (
-                f"can't be called so: {each.error}" if each.error else f"WRONG: {each.problem}" * bool(each.problem)
-            )
+            remark = f"WRONG: {each.problem}" if each.problem else ""
+            remark = f"can't be called so: {each.error}" if each.error else remark
             seen = (marks[aspect] for aspect in (each.future, each.other_segments, each.padding))
             rows.append((each.way, each.direction, *seen, remark))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -352,10 +351,7 @@ def _checks(model: Any) -> Iterator[AttentionCheck]:
 
     yield check("input_ids alone", "own", {"future": later}, partial(_output, model, {}))
     for side, is_text in (("right", segment == 0), ("left", segment == 1)):
-        aspects = {
-            "future": later & is_text[:, None] & is_text[None],
-            "padding": is_text[:, None] & ~is_text[None],
-        }
+        aspects = {"future": later & is_text[:, None] & is_text[None], "padding": is_text[:, None] & ~is_text[None]}
         mask = {"attention_mask": is_text.long()[None]}
         yield check(f"attention_mask, {side} padding", "own", aspects, partial(_output, model, mask))
     positions = {"position_ids": torch.arange(_SEGMENT, device=device).repeat(2)[None]}
@@ -376,8 +372,7 @@ def _checks(model: Any) -> Iterator[AttentionCheck]:
             yield AttentionCheck(way, "both", error=first_line(error)[:120])
             return
         for direction in ("causal", "bidirectional"):
-            is_causal = direction == "causal"
-            call = partial(_packed_rows, forward, segment + 1, is_causal)
+            call = partial(_packed_rows, forward, segment + 1, direction == "causal")
             yield check(way, direction, within_segments, call)
 
 

@@ -11,23 +11,19 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-_MAX_PADDING = 0.1
-"""Maximum share of padding in the cost of a group of texts, besides `extra`."""
-_EXTRA_SQUARES = 64**2
-"""Padding in a call of dense attention, in squared tokens, whose cost is negligible."""
-
 
 def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
     """Group the indices of texts into batches with little padding, from the longest text to the shortest.
 
-    A text's cost is its length to the power `exponent`. Each batch may have padding of cost `extra` besides `_MAX_PADDING`.
+    A text's cost is its length to the power `exponent`. Padding is at most a tenth of a batch's cost, besides the cost
+    `extra`, which is negligible in a call.
     """
     groups: list[list[int]] = []
     cost = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         group, own = groups[-1] if groups else [], lengths[index] ** exponent
         padded = (len(group) + 1) * lengths[group[0]] ** exponent if group else 0
-        if group and (1 - _MAX_PADDING) * (padded - extra) <= cost + own:
+        if group and (1 - 0.1) * (padded - extra) <= cost + own:
             group.append(index)
             cost += own
         else:
@@ -54,7 +50,7 @@ class DenseGroups:
         size = torch.tensor(lengths)
         start = size.cumsum(0) - size
         shapes, tokens, masks, outputs, total = [], [], [], torch.empty(int(size.sum()), dtype=torch.int64), 0
-        for group in padding_groups(lengths, exponent=2, extra=_EXTRA_SQUARES):
+        for group in padding_groups(lengths, exponent=2, extra=64**2):
             position = torch.arange(lengths[group[0]])
             mask = position < size[group][:, None]
             index = start[group][:, None] + position * mask
