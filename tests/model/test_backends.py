@@ -13,6 +13,7 @@ from biphasic.model import attention
 from biphasic.model.attention import attention_arguments, choose_backend
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
+from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from helpers.backbones import backbone
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)

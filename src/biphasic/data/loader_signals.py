@@ -10,9 +10,11 @@ import signal
 import time
 from multiprocessing import queues, resource_tracker
 from multiprocessing.context import ForkContext
+from queue import Empty
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from biphasic.processes import STOP_SIGNALS, die_with_parent
 
@@ -78,13 +80,18 @@ def handle_loader_signals(worker: int) -> None:
 
 
 class _Queue(queues.Queue):  # pyright: ignore[reportMissingTypeArgument] - takes none before Python 3.12
-    """As multiprocessing's queue, but gives PyTorch the time to raise why a loader process has died."""
+    """As multiprocessing's queue, but raises why a loader process has died, as PyTorch's handler of SIGCHLD does.
+
+    What the handler raises is lost where Python only prints errors, such as in a destructor.
+    """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         try:
             return super().get(block, timeout)
-        except (OSError, EOFError):  # of the connection by which a tensor's memory is received
-            time.sleep(1.0)
+        except (OSError, EOFError, Empty) as error:
+            if not isinstance(error, Empty):  # of the connection by which a tensor's memory is received
+                time.sleep(1.0)  # the process may not have ended yet
+            _error_if_any_worker_fails()
             raise
 
 
