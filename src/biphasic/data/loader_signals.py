@@ -13,8 +13,8 @@ from multiprocessing.context import ForkContext
 from queue import Empty
 from typing import Any
 
+from torch._C import _error_if_any_worker_fails
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from biphasic.processes import STOP_SIGNALS, die_with_parent
 
