@@ -56,7 +56,7 @@ class Compared:
 def write(folder: Path, documents: int, shape: Shape) -> None:
     import numpy as np
 
-    from biphasic.evaluation.blocks import BLOCK
+    from biphasic.evaluation.retriever import BLOCK
 
     for number, first in enumerate(range(0, documents, BLOCK)):
         generator = np.random.default_rng([documents, number])
@@ -69,7 +69,7 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from biphasic.evaluation.blocks import BLOCK
+    from biphasic.evaluation.retriever import BLOCK
     from biphasic.evaluation.search import ExactTopK
 
     torch.set_num_threads(shape.threads)
