@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 _UNUSED = re.compile(r"(scipy|matplotlib|scienceplots|torchvision|transformers|PIL|sentencepiece)\b.*")
 """Requirements that torchmetrics would import, and Composer's trainer and the metrics of language models don't use."""
@@ -53,7 +54,7 @@ def _import_composer() -> None:
     absent = {} if "paramiko" in sys.modules else {"paramiko": None}
     sys.modules.update(absent)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
-        import composer  # noqa: F401
+        import_module("composer")
     finally:
         for name in absent:
             del sys.modules[name]
