@@ -117,9 +117,10 @@ mkdir "$work/bin"
 echo +0 >"$work/clock"
 faked=''
 if command -v faketime >/dev/null; then faked="faketime -f \"\$(cat $work/clock)\""; fi
-printf '#!/bin/sh\nDONT_FAKE_MONOTONIC=1 NO_FAKE_STAT=1 exec %s %s "$@"\n' "$faked" "$(command -v python)" >"$work/bin/python"
+printf '#!/bin/sh\nNO_FAKE_STAT=1 exec %s %s "$@"\n' "$faked" "$(command -v python)" >"$work/bin/python"
 chmod +x "$work/bin/python"
-job=$(PATH=$work/bin:$PATH NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
+# With VIRTUAL_ENV node.sh takes the Python of PATH.
+job=$(VIRTUAL_ENV=$work PATH=$work/bin:$PATH NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
 trained() { grep -c loss/train/total "$run/metrics.jsonl" 2>/dev/null || true; }
 trains() { (($(trained) > ${1:-20})); }
 state() { scontrol --oneliner show job "$1" | tr ' ' '\n' | sed -n 's/^JobState=//p'; }
@@ -135,6 +136,9 @@ echo -1h >"$work/clock"
 until_true 60 "job $urgent has run" is "$urgent" COMPLETED
 until_true 300 "job $job has completed" is "$job" COMPLETED
 python tests/launch/tiny_run.py check "$work" "$batches"
+attempts=("$run"/checkpoints/attempts/*.json)
+since() { grep -o '"since": *"[^"]*"' "$1"; }
+if [[ -n $faked && ! $(since "${attempts[1]}") < $(since "${attempts[0]}") ]]; then say "the clock was not back"; exit 1; fi
 
 # Time runs out: only the batch script is told (--signal=B:USR1), here by hand.
 yaml=$(mkdir "$work/second" && python tests/launch/tiny_run.py write "$work/second" 100000)
