@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, a real preemption: a job of a partition with priority takes the node from a run, which
-# saves, goes back into the queue, goes on from the batch it saved at, and trains no batch twice, though its clock is an
-# hour back by then (if Debian's faketime is installed). Then the same for a time limit, a job that is cancelled, which
+# saves, goes back into the queue, resumes from the batch it saved at, and trains no batch twice. If Debian's faketime is
+# installed, the resumed run's clock is one hour behind. Then the same for a time limit, a job that is cancelled, which
 # must not come back, and a study of a trunk and two branches.
 #
 # Needs root and Debian's slurm-wlm and munge; nothing outside a temporary folder is touched. Takes four to eight minutes.
@@ -138,7 +138,7 @@ until_true 300 "job $job has completed" is "$job" COMPLETED
 python tests/launch/tiny_run.py check "$work" "$batches"
 attempts=("$run"/checkpoints/attempts/*.json)
 since() { grep -o '"since": *"[^"]*"' "$1"; }
-if [[ -n $faked && ! $(since "${attempts[1]}") < $(since "${attempts[0]}") ]]; then say "the clock was not back"; exit 1; fi
+if [[ -n $faked && ! $(since "${attempts[1]}") < $(since "${attempts[0]}") ]]; then say "the clock was not behind"; exit 1; fi
 
 # Time runs out: only the batch script is told (--signal=B:USR1), here by hand.
 yaml=$(mkdir "$work/second" && python tests/launch/tiny_run.py write "$work/second" 100000)

@@ -38,9 +38,11 @@ def plan_datasets(
             warnings += _repetitions(config, dataset, 0 if each.source else first_row)
         if each.data.mix is not None and of_source is not None and epoch_rows is not None and of_source > epoch_rows:
             above = f"{phase_key(each.source)}." * bool(each.source)
-            problem = f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows"
-            problem += " independently, so that some rows are repeated before others are read"
-            warnings.append(f"{problem}: set {above}data.epoch_rows to {of_source:,}")
+            warnings.append(
+                f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows "
+                "independently, so that some rows are repeated before others are read: set "
+                f"{above}data.epoch_rows to {of_source:,}"
+            )
     return datasets, lines, warnings
 
 

@@ -79,7 +79,9 @@ def first_difference(first: History, second: History, overrides: Sequence[str] =
     """Return what `compare_histories` does, of two runs that are compared with many others."""
     if constants := _constant_differences(first, second, overrides):
         return constants[0]
-    compared = (_compare_parts(first, second, kind, overrides) for kind in (0, 1))
+    compared = (
+        _compare_parts(first, second, *parts, overrides) for parts in zip(first.parts, second.parts, strict=True)
+    )
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
@@ -217,9 +219,10 @@ def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
     return Duration(config.batch_shapes.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
-def _compare_parts(first: History, second: History, kind: int, overrides: Sequence[str]) -> Difference | None:
-    """Return the first difference between the phases (`kind` 0) or the schedules (1) of two runs."""
-    before, now = first.parts[kind], second.parts[kind]
+def _compare_parts(
+    first: History, second: History, before: list[_Part], now: list[_Part], overrides: Sequence[str]
+) -> Difference | None:
+    """Return the first difference between the phases or the schedules of two runs."""
     shapes, ends = (first.shapes, second.shapes), (first.last, second.last)
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]

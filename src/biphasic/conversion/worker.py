@@ -382,19 +382,22 @@ class _Split:
         self._write(self._packer.add(tokens))
 
     def finish(self) -> None:
-        self._write(self._packer.finish(), is_last=True)
+        self._write(self._packer.finish())
+        self._writer.finish()
+        self._upload_shards()
 
     def record(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in ("documents", "tokens", "rows")}
         stored = sum(shard_file(shard)["bytes"] for shard in self._writer.shards)
         return {**counts, "bytes": stored, "shards": self._writer.shards}
 
-    def _write(self, rows: list[Row], is_last: bool = False) -> None:
+    def _write(self, rows: list[Row]) -> None:
         for row in rows:
             self._writer.write(row)
             self.rows += 1
-        if is_last:
-            self._writer.finish()
+        self._upload_shards()
+
+    def _upload_shards(self) -> None:
         for shard in self._writer.shards[self._uploaded :]:
             file = shard_file(shard)["basename"]
             self._uploads.add(self._uploads.scratch / self.name / file, f"{self.name}/{self._unit}/{file}")

@@ -38,9 +38,10 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
     """Yield rows of a dataset with their ids, but none beyond its end. Raises a UserError if it can't be read."""
     first, row_ids = 0, sorted(set(row_ids))
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
+        store = open_store(dataset)
         for shard in read_index(dataset)["shards"]:
             if in_shard := [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]:
-                content = open_store(dataset).read(shard_file(shard)["basename"])
+                content = store.read(shard_file(shard)["basename"])
                 yield from zip(in_shard, decode_rows(shard, content, [id - first for id in in_shard]), strict=True)
             first += shard["samples"]
 

@@ -98,8 +98,8 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:  # scipy's bootstrap needs at least two values
         return values[0], values[0]
     # Resampling in batches limits the memory for many queries.
-    options: Any = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
-    low, high = bootstrap((values,), np.mean, **options).confidence_interval
+    result = bootstrap((values,), np.mean, n_resamples=10_000, batch=500, method="percentile", rng=0)
+    low, high = result.confidence_interval
     return float(low), float(high)
 
 

@@ -231,9 +231,12 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
     `qrels` must have each query of the ranking. A query without a relevant document scores 0.
     """
     # trec_eval's reciprocal rank has no cutoff, so each ranking is truncated first.
-    cutoffs = {"ndcg_cut_10": 10, "recip_rank": 10, "recall_100": RANKED}
-    means = [fmean(scores_by_query(run, qrels, measure, cutoff).values()) for measure, cutoff in cutoffs.items()]
-    return dict(zip(("ndcg_at_10", "mrr_at_10", "recall_at_100"), means, strict=True))
+    measures = {
+        "ndcg_at_10": ("ndcg_cut_10", 10),
+        "mrr_at_10": ("recip_rank", 10),
+        "recall_at_100": ("recall_100", RANKED),
+    }
+    return {name: fmean(scores_by_query(run, qrels, *measure).values()) for name, measure in measures.items()}
 
 
 def ndcg_of_ten(run: Run, qrels: Qrels) -> dict[str, float]:

@@ -174,8 +174,9 @@ def _gcs(emulator: str | None) -> FileSystem:
         return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
     # Google's clients for other languages expect the variable without a scheme.
     parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
-    place: Any = {"scheme": parts.scheme, "endpoint_override": parts.netloc}
-    return GcsFileSystem(anonymous=True, retry_time_limit=_GCS_RETRIES, **place)
+    return GcsFileSystem(
+        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
+    )
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,9 @@ def cached_file_hash(file: Path) -> str:
     return _hash_of_version(file, status.st_size, status.st_mtime_ns)
 
 
-_hash_of_version = functools.cache(lambda file, size, modified: file_hash(file))
+@functools.cache
+def _hash_of_version(file: Path, size: int, modified: int) -> str:
+    return file_hash(file)
 
 
 def _raise_unless_missing(error: OSError) -> None:
