@@ -12,13 +12,16 @@ import pytest
 from biphasic import composer_import
 
 _PROCESS = """
-import gc, json, sys
+import gc, json, signal, sys
 from biphasic.composer_import import composer_imported
 
 said = {}
+def own(number, frame): ...
+signal.signal(signal.SIGTERM, own)
 with composer_imported():
     said["collects while it imports"] = gc.isenabled()
     import biphasic.training.recipe
+said["handlers"] = [signal.getsignal(number).__name__ for number in (signal.SIGTERM, signal.SIGINT)]
 said["collects after it"] = gc.isenabled() and gc.get_threshold()[0] > 0
 said["left out of collections"] = frozen = gc.get_freeze_count()
 said["not imported"] = not {"scipy", "matplotlib", "paramiko", "mcli.api"} & set(sys.modules)
@@ -49,6 +52,7 @@ def test_a_process_imports_composer_without_what_training_does_not_use_and_can_u
     assert frozen > 100_000
     assert said == {
         "collects while it imports": False,
+        "handlers": ["own", "default_int_handler"],
         "collects after it": True,
         "not imported": True,
         "collects in a second block": True,

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib.util
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,9 +54,12 @@ def _import_composer() -> None:
     _delay_mcli()
     absent = {} if "paramiko" in sys.modules else {"paramiko": None}
     sys.modules.update(absent)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         import_module("composer")
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         for name in absent:
             del sys.modules[name]
     import transformers.utils

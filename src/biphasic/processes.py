@@ -81,6 +81,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         status = main()
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:  # Composer's handler ends the main thread, and `ends` the process
+            signal.signal(signal.SIGTERM, _stop)  # a second signal, Composer's launcher's, would end the wait
             ends.join(1.0)
         raise
     finally:

@@ -82,21 +82,27 @@ def test_a_signal_ends_a_command_with_a_line(tmp_path: Path, number: int, status
     assert re.fullmatch(rf"{line}[:;] {kept} \(status {status}\)\n", errors)
 
 
-def test_composer_s_handler_of_sigterm_does_not_choose_the_status() -> None:
-    """It ends the main thread within Python code at once, before the command's own line is written."""
+@pytest.mark.parametrize("signals", [1, 2])
+def test_composer_s_handler_of_sigterm_does_not_choose_the_status(signals: int) -> None:
+    """It ends the main thread within Python code at once, before the command's own line is written.
+
+    Composer's launcher, if it receives the first signal too, sends a second one.
+    """
     code = """
-import os, signal
+import os, signal, sys, threading
 from composer.core import engine
 from biphasic.processes import run_command
 
 def main():
     signal.signal(signal.SIGTERM, engine.sigterm_handler)
+    if sys.argv[1] == "2":
+        threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
     os.kill(os.getpid(), signal.SIGTERM)
     return 0
 
 run_command(main)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code, str(signals)], capture_output=True, text=True, timeout=120)
     kept = "what is finished is kept, and the same command does the rest"
     assert (ended.returncode, ended.stderr) == (75, f"SIGTERM: stopped; {kept} (status 75)\n")
 

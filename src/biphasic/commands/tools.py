@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from biphasic.commands.parser import argument, command, file_arguments, local_path, positive
+from biphasic.composer_import import composer_imported
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, json_bytes, open_store
 
@@ -50,7 +51,8 @@ def preflight(options: Namespace) -> int:
     config = load(options.file, options.overrides, int(os.environ.get("WORLD_SIZE", "1")))
     if config.job != "pretrain" and config.job != "finetune":
         raise UserError(f"{options.file}: expected job: pretrain or job: finetune; got {config.job}")
-    from biphasic.preflight import check  # PyTorch and Composer take seconds to import
+    with composer_imported():  # not for a wrong YAML: PyTorch and Composer take seconds to import
+        from biphasic.preflight import check
 
     return check(config)
 
@@ -102,7 +104,8 @@ def watch(options: Namespace) -> int:
     else:
         place = checkpoint_folder(options.run)
     require_data(task)
-    from biphasic.watch import Watcher
+    with composer_imported():
+        from biphasic.watch import Watcher
 
     return Watcher(place, task, options.every).watch()
 
