@@ -56,6 +56,24 @@ def test_an_attempt_is_recorded_from_start_to_end(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+def test_an_attempt_that_ends_before_its_first_heartbeat_keeps_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 60.0)
+    monkeypatch.setattr(module, "is_alive_here", lambda process: False)
+    RunLock(str(tmp_path)).acquire(1)  # killed before it found a checkpoint
+    lock = RunLock(str(tmp_path))
+    lock.acquire(2)
+    lock.record_start(10, 1000)
+    started = {"from": {"batch": 10, "tokens": 1000}, "batch": 10, "tokens": 1000}
+    attempts = read_attempts(open_store(str(tmp_path)))
+    assert attempts[0]["from"] is None and started.items() <= attempts[1].items() and "reason" not in attempts[1]
+    RunLock(str(tmp_path)).acquire(2)
+    attempts = read_attempts(open_store(str(tmp_path)))
+    assert [attempt.get("reason") for attempt in attempts] == [KILLED, KILLED, None]
+    assert started.items() <= attempts[1].items()
+
+
 def test_a_lock_that_another_start_has_taken_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 60.0)  # none since
     lock = RunLock(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from biphasic.checkpointing.manifest import list_checkpoints
-from biphasic.checkpointing.run_lock import KILLED, read_attempts
+from biphasic.checkpointing.run_lock import KILLED, LOCK_FILE, read_attempts
 from biphasic.storage import open_store
 from helpers import tiny, warm
 from helpers.buckets import client
@@ -36,6 +37,15 @@ Fault = Callable[[Chain], str]
 def signal_at(point: str, number: int = signal.SIGKILL) -> str:
     """Return the code with which a rank sends a signal at a point of `signal_points`."""
     return f"from helpers import signal_points; signal_points.patch({point!r}, {int(number)})"
+
+
+def begun_attempts(chain: Chain) -> int:
+    """Return the number of attempts, also one that ended between taking the lock and writing its record."""
+    store = open_store(chain.place)
+    names = {attempt["attempt"] for attempt in read_attempts(store)}
+    with suppress(FileNotFoundError):
+        names.add(json.loads(store.read(LOCK_FILE))["attempt"])
+    return len(names)
 
 
 def kill_all(chain: Chain) -> str:
@@ -136,7 +146,7 @@ def signal_while_it_starts(chain: Chain) -> str:
     The ranks don't get to the same place, so what the start says depends on the moment.
     """
     number, seconds = chain.draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]), chain.draw.uniform(0, 4)
-    attempts = len(read_attempts(open_store(chain.place)))
+    attempts = begun_attempts(chain)
     job = chain.start()
     time.sleep(seconds)
     with suppress(ProcessLookupError):  # it was signalled where this ends it, or is done
@@ -144,7 +154,7 @@ def signal_while_it_starts(chain: Chain) -> str:
     run = job.wait(90)
     chain.outputs.append(run.stdout + run.stderr)
     assert run.returncode in (75, 1, -signal.SIGKILL, -number), (run.returncode, run.stdout[-2000:], run.stderr[-4000:])
-    chain.reasons += [""] * (len(read_attempts(open_store(chain.place))) - attempts)
+    chain.reasons += [""] * (begun_attempts(chain) - attempts)
     return f"{number.name} to all {seconds:.2f} s after the start: status {run.returncode}"
 
 

@@ -150,7 +150,8 @@ class RunLock:
             if previous is not None:
                 # This process may be killed as soon as it has the lock, and the next one knows only this process's attempt.
                 recorded = _read_record(folder, f"{ATTEMPTS}/{previous['attempt']}.json", {"attempt"}) or {}
-                self.killed = {**previous, "until": None, "reason": recorded.get("reason", KILLED)}
+                about = {"until": None, "reason": recorded.get("reason", KILLED)}
+                self.killed = _newest(recorded, previous) | about
                 _write_attempt(folder, self.killed)
             folder.write(LOCK_FILE, json_bytes(record))
             return
@@ -199,7 +200,12 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
     names = [name for name in folder.list(ATTEMPTS) if name.endswith(".json")]
     records = [record for name in names if (record := _read_record(folder, name, {"attempt"})) is not None]
     lock = _read_lock(folder) or {"attempt": None}
-    return [record | lock if record["attempt"] == lock["attempt"] else record for record in records]
+    return [_newest(record, lock) if record["attempt"] == lock["attempt"] else record for record in records]
+
+
+def _newest(record: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of an attempt: its first heartbeat may come after its record has the start's checkpoint."""
+    return lock | record if lock["from"] is None else record | lock
 
 
 def _next_name(newest: str) -> str:

@@ -7,6 +7,7 @@ import posixpath
 import re
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -434,17 +435,18 @@ def is_unreachable(error: BaseException | None) -> bool:
 
     It may succeed later. The error's causes are examined too, also those that Azure's library keeps in an attribute.
     """
-    from boto3.exceptions import RetriesExceededError
-    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
-    from botocore.exceptions import ConnectionError as BotoConnectionError
+    kinds: tuple[type[BaseException], ...] = (UnreachableError, ConnectionError, TimeoutError, socket.gaierror)
+    if "boto3" in sys.modules:  # otherwise no error is boto3's, whose import takes 0.3 s
+        from boto3.exceptions import RetriesExceededError
+        from botocore.exceptions import ConnectionError as BotoConnectionError
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
 
-    boto_kinds = (RetriesExceededError, HTTPClientError, IncompleteReadError, BotoConnectionError)
-    kinds = (UnreachableError, ConnectionError, TimeoutError, socket.gaierror, *boto_kinds)
+        kinds += (RetriesExceededError, HTTPClientError, IncompleteReadError, BotoConnectionError)
     while error is not None:
         if isinstance(error, kinds) or (status := _status(error)) >= 500 or status in (408, 429):
             return True
-        if isinstance(error, ClientError):
-            return error.response.get("Error", {}).get("Code") == "RequestTimeout"
+        if isinstance(response := getattr(error, "response", None), dict):
+            return response.get("Error", {}).get("Code") == "RequestTimeout"
         error = error.__cause__ or error.__context__ or getattr(error, "inner_exception", None)
     return False
 
