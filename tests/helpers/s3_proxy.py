@@ -116,8 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         if self.headers.get("Expect", "").lower() == "100-continue":
-            self.send_response_only(100)
-            self.end_headers()
+            self.wfile.flush()  # the 100 that `parse_request` has written, for which a client waits a second
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             found = b""
             while size := int(self.rfile.readline().split(b";")[0], 16):
