@@ -21,13 +21,14 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from helpers import tiny
 from helpers.buckets import bucket_for
 from helpers.chain import Chain, verify, write_data, write_yaml
-from helpers.chain_faults import FAULTS, Fault
+from helpers.chain_faults import FAULTS, LEFT_OUT, Fault
 from helpers.s3_proxy import Proxy
 from helpers.s3_server import CREDENTIALS, serve_s3
 
@@ -40,9 +41,9 @@ def train_reference(folder: Path, strategy: str) -> Path:
     return folder / "runs" / path.stem
 
 
-def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) -> None:
-    """Let a run meet the faults, train it to its end, and check it."""
-    os.environ["TMPDIR"] = str(chain.temporary)
+def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) -> list[str]:
+    """Let a run meet the faults, train it to its end, and check it. Returns the kinds of those that could be made."""
+    os.environ["TMPDIR"], met = str(chain.temporary), list[str]()
     try:
         for number, fault in enumerate(faults, 1):
             start, chain.draw = time.monotonic(), random.Random(f"{chain.seed} {number}")
@@ -52,6 +53,7 @@ def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) ->
                 flush=True,
             )
             result = fault(chain)
+            met += [] if LEFT_OUT in result else [fault.__name__]
             print(f"({result}; {time.monotonic() - start:.1f} s)", flush=True)
         chain.end(chain.start(), 0, "finished")
     except BaseException:
@@ -62,6 +64,7 @@ def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) ->
     finally:
         del os.environ["TMPDIR"]
     verify(chain, reference)
+    return met
 
 
 def deal(draw: random.Random, count: int) -> list[Fault]:
@@ -87,11 +90,11 @@ def main() -> None:
     os.environ |= {**CREDENTIALS, "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     bucket = bucket_for(folder / "s3", "soak")
     write_data(folder / "data")
-    start, chains, met, kinds = time.monotonic(), 0, 0, dict.fromkeys((fault.__name__ for fault in FAULTS), 0)
+    start, chains, met = time.monotonic(), 0, Counter(dict.fromkeys((fault.__name__ for fault in FAULTS), 0))
     try:
         references = {strategy: train_reference(folder, strategy) for strategy in ("fsdp", "ddp")}
         deck = deal(random.Random(f"soak {seed}"), 10_000)
-        while time.monotonic() - start < 60 * options.minutes and met < options.faults:
+        while time.monotonic() - start < 60 * options.minutes and met.total() < options.faults:
             draw = random.Random(f"soak {seed} {chains}")
             strategy = draw.choice(["fsdp", "ddp"])
             proxy = Proxy(port, 0.0, seed + chains, stall_seconds=3, stalls=2)
@@ -100,18 +103,15 @@ def main() -> None:
             path = write_yaml(folder / f"chain{chains}.yaml", folder / "data", strategy, place)
             faults, deck = deck[: (count := draw.randint(5, 8))], deck[count:]
             chain = Chain(path, place, strategy, proxy, f"soak {seed} {chains}")
-            run_chain(chain, faults, references[strategy], f"chain {chains} ({strategy})")
+            met.update(run_chain(chain, faults, references[strategy], f"chain {chains} ({strategy})"))
             proxy.close()
-            chains, met = chains + 1, met + len(faults)
-            for fault in faults:
-                kinds[fault.__name__] += 1
-            print(
-                f"chain {chains - 1}: the same run; {met} faults in {(time.monotonic() - start) / 60:.1f} min",
-                flush=True,
-            )
+            minutes = (time.monotonic() - start) / 60
+            print(f"chain {chains}: the same run; {met.total()} faults in {minutes:.1f} min", flush=True)
+            chains += 1
     finally:
         server.terminate()
-    print(f"seed {seed}: {chains} chains, {met} faults: {', '.join(f'{kinds[kind]} {kind}' for kind in kinds)}")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in met.items())
+    print(f"seed {seed}: {chains} chains, {met.total()} faults: {kinds}")
     shutil.rmtree(folder)
 
 

@@ -32,6 +32,8 @@ assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0
 """Shared memory of a node's own, as on another machine."""
 
 Fault = Callable[[Chain], str]
+LEFT_OUT = ": left out, "
+"""In the result of a fault that could not be made."""
 
 
 def signal_at(point: str, number: int = signal.SIGKILL) -> str:
@@ -86,7 +88,7 @@ def kill_loader(chain: Chain) -> str:
 def kill_node(chain: Chain) -> str:
     """SIGKILL to one of two nodes."""
     if os.geteuid():
-        return f"of a whole node: left out, because only root can give it its own shared memory; {kill_all(chain)}"
+        return f"a whole node{LEFT_OUT}only root can give it its own shared memory; {kill_all(chain)}"
     batch, port = chain.next_batch(LAST - INTERVAL), free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     jobs = []
@@ -162,7 +164,7 @@ def changed_shard(chain: Chain) -> str:
     """Each unpacked shard of the datasets gets a flipped bit; the start names the first one it reads."""
     shards = {path: path.read_bytes() for path in (chain.path.parent / "data").rglob("*.mds")}
     if not shards:
-        return "a changed shard: left out, none is unpacked"
+        return f"a changed shard{LEFT_OUT}none is unpacked"
     changed = dict[Path, bytes]()
     for path, content in sorted(shards.items()):
         at = chain.draw.randrange(len(content))
@@ -217,7 +219,7 @@ def full_disk(chain: Chain) -> str:
     folder = chain.folder / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() or os.system(f"mount -t tmpfs -o size=60k tmpfs {folder}"):
-        return "full disk: left out, because only root can mount a small one"
+        return f"full disk{LEFT_OUT}only root can mount a small one"
     try:
         run = chain.end(chain.start(), 2, "")
     finally:
@@ -231,7 +233,7 @@ def damaged_checkpoint(chain: Chain) -> str:
     """The newest checkpoint is truncated, or has a flipped bit; the next start is on another machine."""
     stored = [checkpoint for checkpoint in list_checkpoints(open_store(chain.place)) if checkpoint.manifest]
     if not stored or stored[0].manifest is None:
-        return "damage: left out, no checkpoint is stored"
+        return f"damage{LEFT_OUT}no checkpoint is stored"
     manifest = stored[0].manifest
     name = chain.draw.choice(sorted(manifest.files))
     bucket, _, prefix = chain.place.removeprefix("s3://").partition("/")
