@@ -24,6 +24,7 @@ from biphasic.errors import UserError
 from biphasic.objectives import targets as mlm
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit, upload
+from helpers.numbered_rows import global_batches
 from helpers.tiny import LENGTH, config_of, losses, release_streaming, train
 
 
@@ -95,9 +96,11 @@ def test_the_order_of_a_mix_does_not_depend_on_the_nodes(tmp_path: Path, done: i
     config, size, orders = mixed(folders, epoch_rows=480), 16, []
     for nodes, ranks in ((1, 1), (1, 2), (2, 2), (4, 1)):
         batches: Any = build_loader(config.reading, config.streams, size // nodes // ranks, seed=3, train=True)
-        work = generate_work("random", batches.dataset, World(nodes, ranks, 1, 0), 0, done * size)
-        orders.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
-        del batches
+        dataset, world = batches.dataset, World(nodes, ranks, 1, 0)
+        orders.append(global_batches(dataset, world, size, done * size))
+        work = generate_work("random", dataset, world, 0, done * size)
+        assert np.array_equal(orders[-1], work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
+        del batches, dataset
         release_streaming()
     assert orders[0].shape == (480 // size - done, size)
     assert all(np.array_equal(order, orders[0]) for order in orders[1:])

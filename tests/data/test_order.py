@@ -14,9 +14,10 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from biphasic.config.data import DataConfig
+from biphasic.data.epoch_order import own_rows, shuffled_rows
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
-from helpers.numbered_rows import BATCH, data, numbers, open_rows, write_numbered
+from helpers.numbered_rows import BATCH, data, global_batches, numbers, open_rows, write_numbered
 from helpers.tiny import LENGTH, release_streaming
 
 
@@ -26,20 +27,13 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
-def order(config: DataConfig, world: World, global_batch: int, *, start: int = 0) -> Any:
-    """The rows of each global batch [batches, rows] as these ranks' loaders deliver them, in canonical order.
-
-    The canonical order gives its rows to the nodes in turn, and each node's to its ranks in turn.
-    """
+def order(config: DataConfig, world: World, global_batch: int, *, start: int = 0) -> np.ndarray:
+    """The rows of each global batch [batches, rows], in canonical order."""
     dataset = open_rows(config, global_batch // world.num_ranks).dataset
-    dataset._set_shuffle_block_size(world)
-    work = generate_work(dataset.batching_method, dataset, world, 0, start)
-    nodes, ranks, workers, batches, rows = work.shape
-    # A rank's loader takes a batch from each of its workers in turn.
-    in_turn = work.transpose(3, 2, 0, 1, 4).reshape(batches * workers, nodes, ranks, rows)
+    batches = global_batches(dataset, world, global_batch, start)
     del dataset
     release_streaming()
-    return in_turn.transpose(0, 3, 2, 1).reshape(batches * workers, -1)
+    return batches
 
 
 WORLDS = [(1, 1, 0), (1, 2, 2), (1, 8, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1), (4, 1, 3)]
@@ -60,12 +54,28 @@ def test_the_order_does_not_depend_on_the_number_of_nodes(numbered_rows: Path) -
     rows, size = 1003, 16
     config = DataConfig.model_validate({"sequence_length": LENGTH, "train": {"local": str(numbered_rows)}})
     assert config.num_canonical_nodes == 64
-    expected = order(config, world(*WORLDS[0]), size)[: rows // size]
-    # Streaming fills each canonical node up to the longest one's rows, and so repeats some at the end of the epoch.
+    expected = order(config, world(*WORLDS[0]), size)
+    # As Streaming fills each canonical node up to the longest one's rows, some are repeated at the end of the epoch.
     assert len(np.unique(expected)) > rows // size * size - config.num_canonical_nodes
     for shape in WORLDS[1:]:
-        resized = order(config, world(*shape), size)[: rows // size]
-        assert np.array_equal(resized, expected), shape
+        assert np.array_equal(order(config, world(*shape), size), expected), shape
+
+
+@pytest.mark.parametrize("canonical", [1, 2, 64])
+@pytest.mark.parametrize("shape", WORLDS)
+def test_the_order_is_streaming_s(numbered_rows: Path, shape: tuple[int, int, int], canonical: int) -> None:
+    """On all processes, from the first batch on and from the middle of an epoch."""
+    machines, size = world(*shape), 16 // (shape[0] * shape[1])
+    dataset = open_rows(data(numbered_rows, num_canonical_nodes=canonical), size).dataset
+    dataset._set_shuffle_block_size(machines)
+    for epoch, start in ((0, 0), (0, 8 * 16), (3, 16)):
+        rows, batches = shuffled_rows(dataset, epoch), (1003 - start) // 16
+        work = generate_work("random", dataset, machines, epoch, start)
+        for number in range(machines.num_workers):
+            place = World(shape[0], shape[1], machines.workers_per_rank, number)
+            own = own_rows(rows, canonical, start, place, size, batches)
+            expected = work[place.node, place.rank_of_node, place.worker_of_rank].flatten()
+            assert len(own) >= len(expected) - 2 * size and np.array_equal(own, expected[: len(own)])
 
 
 def test_a_part_of_a_validation_has_no_row_twice(tmp_path: Path) -> None:
@@ -93,10 +103,10 @@ def test_the_order_on_machines_that_do_not_divide_the_canonical_nodes(numbered_r
     """Each global batch holds the same rows, from the first batch on and from the middle of an epoch."""
     rows, size, done = 1003, 48, 8
     config = data(numbered_rows, num_canonical_nodes=canonical)
-    expected = np.sort(order(config, world(1, 2, 1), size)[: rows // size])
+    expected = order(config, world(1, 2, 1), size)
     for shape, start in itertools.product([(3, 2, 1), (6, 1, 2), (3, 8, 0), (4, 2, 2), (1, 3, 1)], [0, done]):
-        own = order(config, world(*shape), size, start=start * size)[: rows // size - start]
-        assert np.array_equal(np.sort(own), expected[start:]), (shape, start)
+        own = order(config, world(*shape), size, start=start * size)
+        assert len(own) == rows // size - start and np.array_equal(own, expected[start:]), (shape, start)
 
 
 @pytest.mark.parametrize("shape", WORLDS)

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 from streaming import MDSWriter
+from streaming.base.world import World
 
 from biphasic.config.data import DataConfig
+from biphasic.data.epoch_order import own_rows, shuffled_rows
 from biphasic.data.streaming import build_loader
 from helpers.tiny import LENGTH
 
@@ -42,3 +44,20 @@ def open_rows(config: DataConfig, batch: int = BATCH, *, train: bool = True) -> 
 
 def numbers(batches: Any) -> list[int]:
     return [int(number) for batch in batches for number in batch["input_ids"][:, 0]]
+
+
+def global_batches(dataset: Any, world: World, global_batch: int, start: int = 0) -> np.ndarray:
+    """The rows of each global batch [batches, rows] as the ranks' loaders deliver them, in canonical order.
+
+    That order gives its rows to the nodes in turn, and each node's to its ranks in turn.
+    """
+    nodes, ranks, workers, size = world.num_nodes, world.ranks_per_node, world.workers_per_rank, dataset.batch_size
+    dataset._set_shuffle_block_size(world)
+    rows, batches = shuffled_rows(dataset, 0), (dataset.epoch_size - start) // global_batch
+    read = np.empty((batches, size, ranks, nodes), np.int64)
+    for number in range(world.num_workers):
+        place = World(nodes, ranks, workers, number)
+        own = own_rows(rows, dataset.num_canonical_nodes, start, place, size, batches)
+        # A rank's loader takes a batch from each of its processes in turn.
+        read[place.worker_of_rank :: workers, :, place.rank_of_node, place.node] = own.reshape(-1, size)
+    return read.reshape(batches, -1)

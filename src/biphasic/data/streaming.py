@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from filelock import FileLock
 from streaming import StreamingDataset
+from streaming.base.constant import EPOCH_DATA
 from streaming.base.dataset import _ShardState
-from streaming.base.shared import SharedArray, prefix
+from streaming.base.shared import SharedArray, SharedMemory, prefix
 from torch import Tensor
 
+from biphasic.data.epoch_order import own_rows, shuffled_rows
 from biphasic.data.loader_signals import Loader
 from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
 from biphasic.data.shards import open_stream
@@ -89,15 +91,35 @@ class RowDataset(StreamingDataset):
                 raise
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
-        world = self._parallel_worker_world
-        sample_in_epoch = self.first_row if epoch == 0 else 0
-        rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
+        first, epoch = self.first_row if epoch == 0 else 0, epoch + self.first_epoch
         if not self.has_whole_batches:
-            return rows
+            return super()._get_work(epoch, first)
+        # As in Streaming's: a lock can't be pickled, so each process makes its own.
+        if not hasattr(self._shared_barrier, "lock"):
+            self._shared_barrier.lock = FileLock(self._shared_barrier.filelock_path)
+        assert self.batch_size is not None and self.num_canonical_nodes is not None
+        shared, world = self._share_order(epoch), self._parallel_worker_world
+        rows = np.ndarray(self.epoch_size, np.int64, shared.buf)
         # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.
-        assert self.batch_size is not None
-        batches = (self.epoch_size - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
-        return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
+        batches = (self.epoch_size - first) // (self._parallel_rank_world.num_ranks * self.batch_size)
+        own = own_rows(rows, self.num_canonical_nodes, first, world, self.batch_size, batches)
+        del rows  # shared memory can't be closed while an array uses it
+        self._shared_barrier(self._unique_worker_world.workers_per_node)
+        shared.cleanup()
+        return own
+
+    def _share_order(self, epoch: int) -> SharedMemory:
+        """Return the rows of an epoch in their order, int64 [rows], which one process of this node writes."""
+        world, name = self._unique_worker_world, prefix._get_path(self._shm_prefix_int, EPOCH_DATA)
+        size = self.epoch_size * np.dtype(np.int64).itemsize
+        if not world.is_local_leader:
+            self._shared_barrier(world.workers_per_node)
+            return SharedMemory(name, create=False, size=size, auto_cleanup=False)
+        rows = shuffled_rows(self, epoch)
+        shared = SharedMemory(name, create=True, size=size, auto_cleanup=False)
+        np.ndarray(rows.shape, rows.dtype, shared.buf)[:] = rows
+        self._shared_barrier(world.workers_per_node)
+        return shared
 
 
 class _ValidationLoader(Loader):
