@@ -1,6 +1,6 @@
 """A minimal correct loop over a run's batches, as the baseline of Biphasic's trainer.
 
-    python benchmarks/bare_loop.py RUN.yaml BATCHES.pt OUT.json [--seed N]
+    python benchmarks/bare_loop.py RUN.yaml BATCHES.pt OUT.json [key=value …] [--seed N]
     torchrun --nproc-per-node 2 benchmarks/bare_loop.py …
 
 The same network from the same seed, the same batches in the same order, the same masks, optimizer, clipping and
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from biphasic.config.load import load_job
 from biphasic.config.phases import MLMPhase
@@ -45,7 +46,14 @@ def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Voc
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     model: Any = build_language_model(config.model, config.data.sequence_length, seed)
-    if ranks > 1:
+    is_sharded = config.parallelism.strategy == "fsdp"
+    if is_sharded:
+        for layer in model.backbone.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for module in (*model.backbone.layers, model):
+            module.set_force_sum_reduction_for_comms(True)  # gloo's reduce-scatter has no mean
+    elif ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     parameters, settings = list(model.parameters()), config.optimizer
     optimizer = torch.optim.AdamW(
@@ -70,10 +78,10 @@ def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Voc
         for first in range(0, share, size):
             rows = slice(first, first + size)
             segments = Segments.of(_segments(batch["lengths"][rows], inputs.shape[1]), inputs.device)
-            # Ranks reduce gradients once, with the last microbatch.
-            with model.no_sync() if ranks > 1 and first + size < share else nullcontext():
+            # DDP reduces gradients once, with the last microbatch; FSDP2 keeps no complete ones.
+            with nullcontext() if is_sharded or ranks == 1 or first + size == share else model.no_sync():
                 total, _ = model(inputs[rows].flatten(), targets[rows].flatten(), segments, causal)
-                # DDP divides by the number of ranks.
+                # Both divide by the number of ranks.
                 (total * ranks / count).backward()
             summed += total.detach()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
@@ -122,11 +130,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("yaml", type=Path)
     parser.add_argument("batches", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--seed", type=int, help="default: the YAML's")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
-    config = load_job(PretrainConfig, options.yaml, [])
+    config = load_job(PretrainConfig, options.yaml, options.overrides)
     from workload import MASK, SPECIAL
 
     vocabulary = Vocabulary(config.model.vocab_size or 0, MASK, tuple(range(len(SPECIAL))))

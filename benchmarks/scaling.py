@@ -1,4 +1,4 @@
-"""Two ranks against one, Biphasic's trainer and the bare loop under DistributedDataParallel. `make bench-scaling`.
+"""Two ranks against one, Biphasic's trainer and the bare loop, with DDP and FSDP2. `make bench-scaling`.
 
     python benchmarks/scaling.py [--rounds 2] [--steps 12] [--width 256] …
 
@@ -33,13 +33,14 @@ from workload import (
 )
 
 WAYS = {
-    "bare_1": ("bare loop, 1 rank", 1, None),
-    "bare_2": ("bare loop, 2 ranks, DDP", 2, None),
+    "bare_1": ("bare loop, 1 rank", 1, "ddp"),
+    "bare_ddp": ("bare loop, 2 ranks, DDP", 2, "ddp"),
+    "bare_fsdp": ("bare loop, 2 ranks, FSDP2", 2, "fsdp"),
     "ours_1": ("Biphasic, 1 rank", 1, "ddp"),
-    "ours_2": ("Biphasic, 2 ranks, DDP", 2, "ddp"),
-    "fsdp_2": ("Biphasic, 2 ranks, FSDP2", 2, "fsdp"),
+    "ours_ddp": ("Biphasic, 2 ranks, DDP", 2, "ddp"),
+    "ours_fsdp": ("Biphasic, 2 ranks, FSDP2", 2, "fsdp"),
 }
-"""Name in the table, ranks, and the strategy in the YAML; the bare loop has none."""
+"""Name in the table, ranks, and the strategy in the YAML."""
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
@@ -50,31 +51,29 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
         def maker(name: str) -> Callable[[int], Run]:
             label, ranks, strategy = WAYS[name]
+            run = run_bare_loop if name.startswith("bare") else run_biphasic
 
             def make(round_: int) -> Run:
-                run_name = f"{name}-{round_}"
-                if strategy is None:
-                    run = run_bare_loop(path, run_name, shape, ranks)
-                else:
-                    run = run_biphasic(path, run_name, shape, ranks, f"parallelism.strategy={strategy}")
-                return agreed(run, f"the bare loop and {label}")
+                made = run(path, f"{name}-{round_}", shape, ranks, f"parallelism.strategy={strategy}")
+                return agreed(made, f"the bare loop and {label}")
 
             return make
 
         runs = take_turns(rounds, {name: maker(name) for name in WAYS})
     by_way = {name: rates(of_way, shape) for name, of_way in runs.items()}
     speed = {name: rate["both"]["tokens_per_second"] for name, rate in by_way.items()}
-    single_rank = {name: name.partition("_")[0].replace("fsdp", "ours") + "_1" for name in WAYS}
     return {
         "shape": vars(shape),
         "rounds": rounds,
         "largest_difference_of_losses": agreed.largest,
         "rates": by_way,
         "over_bare": {
-            name: speed[name] / speed[f"bare_{ranks}"] for name, (_, ranks, strategy) in WAYS.items() if strategy
+            name: speed[name] / speed[name.replace("ours", "bare")] for name in WAYS if name.startswith("ours")
         },
         "efficiency": {
-            name: speed[name] / (2 * speed[single_rank[name]]) for name, (_, ranks, _) in WAYS.items() if ranks == 2
+            name: speed[name] / (2 * speed[f"{name.partition('_')[0]}_1"])
+            for name, (_, ranks, _) in WAYS.items()
+            if ranks == 2
         },
         "runs": {name: raw(of_way) for name, of_way in runs.items()},
     }

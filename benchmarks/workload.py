@@ -310,13 +310,15 @@ def _first_batch(folder: Path) -> float:
     return min(times)
 
 
-def run_bare_loop(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int | None = None) -> Run:
+def run_bare_loop(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str, seed: int | None = None) -> Run:
     """Train the same model on the same batches in the bare loop. `seed`: of weights and masks, by default the same."""
     say(f"{name}: the bare loop, {ranks} ranks")
     out = path.parent / f"{name}.json"
     script = str(Path(__file__).with_name("bare_loop.py"))
     seeds = [] if seed is None else ["--seed", str(seed)]
-    started = launch([script, str(path), str(path.parent / "batches.pt"), str(out), *seeds], ranks, shape.threads)
+    started = launch(
+        [script, str(path), str(path.parent / "batches.pt"), str(out), *overrides, *seeds], ranks, shape.threads
+    )
     return Run(started=started, **json.loads(out.read_text(encoding="utf-8")))
 
 

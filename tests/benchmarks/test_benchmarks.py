@@ -139,7 +139,7 @@ def test_efficiency_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds and ratios of runs with known times."""
     scaling, workload = module("scaling"), module("workload")
     shape = workload.Shape(**SIZE)
-    seconds = {"bare_1": 2.0, "bare_2": 1.25, "ours_1": 2.5, "ours_2": 1.5, "fsdp_2": 2.0}
+    seconds = {"bare_1": 2.0, "bare_ddp": 1.25, "bare_fsdp": 1.6, "ours_1": 2.5, "ours_ddp": 1.5, "ours_fsdp": 2.0}
 
     def run(path: Path, name: str, shape: Any, ranks: int = 1, *overrides: str) -> Any:
         ends = [seconds[name.partition("-")[0]] * (step + 1) for step in range(8)]
@@ -149,8 +149,9 @@ def test_efficiency_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scaling, function, run)
     monkeypatch.setattr(scaling, "prepare", lambda folder, shape: folder)
     results = scaling.measure(shape, 1)
-    assert results["over_bare"] == pytest.approx({"ours_1": 0.8, "ours_2": 1.25 / 1.5, "fsdp_2": 1.25 / 2})
-    assert results["efficiency"] == pytest.approx({"bare_2": 0.8, "ours_2": 2.5 / 3, "fsdp_2": 2.5 / 4})
+    assert results["over_bare"] == pytest.approx({"ours_1": 0.8, "ours_ddp": 1.25 / 1.5, "ours_fsdp": 0.8})
+    efficiency = {"bare_ddp": 0.8, "bare_fsdp": 0.625, "ours_ddp": 2.5 / 3, "ours_fsdp": 2.5 / 4}
+    assert results["efficiency"] == pytest.approx(efficiency)
     header, rows = scaling.table(results)
     assert all(len(row) == len(header) for row in rows)
 
@@ -159,13 +160,13 @@ def test_efficiency_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_two_ranks_against_one(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = run_main("scaling", results_folder, monkeypatch, OPTIONS)
-    ways = {"bare_1", "bare_2", "ours_1", "ours_2", "fsdp_2"}
+    ways = {"bare_1", "bare_ddp", "bare_fsdp", "ours_1", "ours_ddp", "ours_fsdp"}
     assert set(results["rates"]) == ways
     assert all(is_rate(results["rates"][way]["both"]) for way in ways)
-    assert set(results["over_bare"]) == {"ours_1", "ours_2", "fsdp_2"}
-    assert set(results["efficiency"]) == {"bare_2", "ours_2", "fsdp_2"}
+    assert set(results["over_bare"]) == {"ours_1", "ours_ddp", "ours_fsdp"}
+    assert set(results["efficiency"]) == ways - {"bare_1", "ours_1"}
     speed = {way: results["rates"][way]["both"]["tokens_per_second"] for way in ways}
-    assert results["efficiency"]["fsdp_2"] == pytest.approx(speed["fsdp_2"] / (2 * speed["ours_1"]))
+    assert results["efficiency"]["ours_fsdp"] == pytest.approx(speed["ours_fsdp"] / (2 * speed["ours_1"]))
 
 
 @pytest.mark.slow
