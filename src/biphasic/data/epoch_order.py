@@ -29,8 +29,8 @@ def shuffled_rows(dataset: StreamingDataset, epoch: int) -> Rows:
 def own_rows(rows: Rows, canonical_nodes: int, first: int, world: World, batch_size: int, batches: int) -> Rows:
     """Return the ids of the rows that a process reads, int64 [rows of its batches].
 
-    In turn, the canonical nodes give a row to the ranks, which are numbered with the nodes running fastest. A rank's
-    batches go to its processes in turn.
+    An epoch takes a row from each canonical node in turn. It gives them to the nodes in turn, and those of a node to its
+    ranks in turn. A rank's batches go to its processes in turn.
 
     Args:
         rows: those of the epoch, from `shuffled_rows`.
@@ -47,7 +47,7 @@ def own_rows(rows: Rows, canonical_nodes: int, first: int, world: World, batch_s
         batch = number // batch_size * world.workers_per_rank + world.worker_of_rank
         of_rank = batch * batch_size + number % batch_size
         place = first + (of_rank * world.ranks_per_node + world.rank_of_node) * world.num_nodes + world.node
-        node = place % canonical_nodes
-        # A part with one row less than others gives its last one twice.
-        own[number] = rows[np.minimum(starts[node] + place // canonical_nodes, starts[node + 1] - 1)]
+        canonical = place % canonical_nodes
+        # A canonical node with one row less than others gives its last one twice.
+        own[number] = rows[np.minimum(starts[canonical] + place // canonical_nodes, starts[canonical + 1] - 1)]
     return own
