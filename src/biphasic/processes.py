@@ -92,9 +92,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Do nothing: `_end_on_signals` learns of a signal even if the main thread doesn't get here, such as in a collective."""
+    """Note a signal. `_end_on_signals` learns of it even if the main thread doesn't get here, such as in a collective."""
+    _taken.add(number)
 
 
+_taken: set[int] = set()
+"""The signals that have come to `_stop`. By the time that `_end_on_signals` acts, a run may have a handler of its own."""
 _is_command = False
 """Whether `run_command` runs this process."""
 
@@ -114,7 +117,8 @@ def _end_on_signals(pipe: int) -> None:
         # Composer's launcher sends SIGTERM soon after Ctrl-C, while the command still ends.
         interrupted = interrupted or signal.SIGINT in numbers
         for number in numbers:
-            if number not in STOP_SIGNALS or interrupted or not ends_command(signal.getsignal(number)):
+            is_for_command = number in _taken or ends_command(signal.getsignal(number))
+            if number not in STOP_SIGNALS or interrupted or not is_for_command:
                 continue
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 os.kill(os.getpid(), signal.SIGKILL)  # the launcher would print this rank's output after another status

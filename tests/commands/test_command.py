@@ -107,6 +107,24 @@ run_command(main)
     assert (ended.returncode, ended.stderr) == (75, f"SIGTERM: stopped; {kept} (status 75)\n")
 
 
+def test_a_signal_in_the_moment_before_a_run_has_its_own_handler_is_not_lost() -> None:
+    code = """
+import os, signal, time
+from biphasic.processes import run_command
+
+def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    time.sleep(5)
+    return 0
+
+run_command(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    kept = "what is finished is kept, and the same command does the rest"
+    assert (ended.returncode, ended.stderr) == (75, f"SIGTERM: stopped; {kept} (status 75)\n")
+
+
 def completions(line: str, shell: str = "bash") -> set[str]:
     """What a shell offers for an unfinished command line."""
     environment = {

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Server:
@@ -157,12 +158,14 @@ def _make_imports() -> None:
 def _supervise(request: dict[str, Any], pipe: int) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     exec(request["setup"], {})
     from helpers.ports import free_port
 
     port, pids = free_port(), []
+    # A signal in this moment waits for the rank, which would otherwise ignore it as this process does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     for rank in range(request["ranks"]):
         pid = os.fork()
         if not pid:
@@ -171,6 +174,7 @@ def _supervise(request: dict[str, Any], pipe: int) -> None:
                      "LOCAL_WORLD_SIZE": request["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
             _run_rank(request, rank, {name: str(value) for name, value in place.items()})
         pids.append(pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.write(pipe, json.dumps([os.getpid(), *pids]).encode())
     os.close(pipe)
     partial = Path(request["folder"]) / "partial"
@@ -180,9 +184,10 @@ def _supervise(request: dict[str, Any], pipe: int) -> None:
 
 
 def _run_rank(request: dict[str, Any], rank: int, place: dict[str, str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.clear()
     os.environ.update({**request["environment"], **place, **request["place"]})
     for number, name in ((1, "out"), (2, "err")):
