@@ -54,7 +54,7 @@ def _import_composer() -> None:
     _delay_mcli()
     absent = {} if "paramiko" in sys.modules else {"paramiko": None}
     sys.modules.update(absent)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         import_module("composer")
     finally:

@@ -50,7 +50,7 @@ def test_conversion_to_training_through_a_bucket(
     process = start("convert", str(path))
     deadline = time.monotonic() + 120
     while len(list(stored.glob("units/*.json"))) < 2 and time.monotonic() < deadline:
-        assert process.poll() is None
+        assert process.poll() is None, process.wait()
         time.sleep(0.02)
     process.kill()
     process.wait()

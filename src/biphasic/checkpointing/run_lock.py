@@ -205,7 +205,7 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
 
 def _newest(record: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of an attempt: its first heartbeat may come after its record has the start's checkpoint."""
-    return lock | record if lock["from"] is None else record | lock
+    return record | lock if lock.get("from") else lock | record
 
 
 def _next_name(newest: str) -> str:
