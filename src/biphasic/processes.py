@@ -88,6 +88,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         # When Python ends, it restores the default handler of a signal that is not ignored.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        _taken.clear()
     sys.exit(status)
 
 

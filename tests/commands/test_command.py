@@ -125,6 +125,23 @@ run_command(main)
     assert (ended.returncode, ended.stderr) == (75, f"SIGTERM: stopped; {kept} (status 75)\n")
 
 
+def test_a_signal_in_the_last_moment_of_a_command_changes_nothing() -> None:
+    """The command has done its work before the signal is acted on, and Python takes a while to end."""
+    code = """
+import atexit, os, signal, time
+from biphasic.processes import run_command
+
+def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 0
+
+atexit.register(time.sleep, 1)
+run_command(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def completions(line: str, shell: str = "bash") -> set[str]:
     """What a shell offers for an unfinished command line."""
     environment = {
