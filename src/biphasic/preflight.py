@@ -21,12 +21,11 @@ from composer.utils import dist
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.rank_group import RankGroup, require_node_folders
 from biphasic.checkpointing.start_rules import ResumeGuard
-from biphasic.config.conversion_checks import conversion_record
+from biphasic.config.conversion_checks import conversion_record, stored_row_problems
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.phase_inputs import sources
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.mds_reader import stored_row_problems
 from biphasic.data.shards import require_shards
 from biphasic.data.shared_memory import require_shared_memory
 from biphasic.data.streams import INDEX, RowStream, opened_streams, read_conversions

@@ -14,8 +14,8 @@ import pytest
 from streaming import MDSWriter
 
 from biphasic.commands import plan as commands_plan
-from biphasic.config.conversion_checks import check_rows
-from biphasic.data.mds_reader import ShardError, row_reader, stored_row_problems
+from biphasic.config.conversion_checks import check_rows, stored_row_problems
+from biphasic.data.mds_reader import ShardError, row_reader
 from biphasic.data.streaming import build_loader
 from biphasic.data.streams import RowStream
 from biphasic.errors import UserError

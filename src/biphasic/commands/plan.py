@@ -77,9 +77,8 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.checkpointing.start_rules import ResumeGuard
-    from biphasic.config.conversion_checks import RowChecks, check_rows
+    from biphasic.config.conversion_checks import RowChecks, check_rows, stored_row_problems
     from biphasic.config.plan import StartPlan, plan
-    from biphasic.data.mds_reader import stored_row_problems
     from biphasic.data.streams import read_conversions
     from biphasic.storage import is_remote
 

@@ -12,18 +12,20 @@ from typing import Any
 from biphasic.config.model import architecture_of
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.data.mds_reader import stored_row_problems
 from biphasic.data.streams import (
     CONVERSION_RECORD,
     CONVERSION_STARTED,
     INDEX,
+    RowStream,
     StreamRecord,
     opened_streams,
     read_conversions,
+    read_index,
+    read_stream_record,
 )
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import is_folder, join
+from biphasic.storage import is_folder, join, open_store, user_errors
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 Conversions = Mapping[str, StreamRecord]
@@ -126,6 +128,36 @@ def check_rows(config: PretrainConfig) -> RowChecks:
                 f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}"
             )
     return checks
+
+
+def stored_row_problems(
+    streams: Mapping[str, RowStream], lengths: Mapping[str, int], vocab_size: int | None, *, first_shards: bool
+) -> list[str]:
+    """Return why rows of `lengths` tokens, by key, can't be read from the streams: by columns, or others' first shards.
+
+    Conversions with a record are left out, and datasets whose index can't be read: other checks report those.
+    """
+    problems = []
+    for key, stream in streams.items():
+        dataset = stream.remote or stream.local
+        with suppress(UserError, LookupError, TypeError):
+            index = read_index(dataset)
+            shard = index["shards"][0]
+            if read_stream_record(stream) is not None:
+                continue
+            # Here, because conversions don't need numpy, whose import takes a tenth of a plan's time.
+            from biphasic.data.mds_reader import decode_rows, row_reader, shard_file
+
+            try:
+                read = row_reader(key, stream, index, lengths[key], vocab_size)
+                if first_shards and "lengths" not in shard["column_names"]:
+                    with user_errors(f"dataset {dataset}: can't be read", ValueError):
+                        content = open_store(dataset).read(shard_file(shard)["basename"])
+                        for row in decode_rows(shard, content, range(shard["samples"])):
+                            read(row)
+            except UserError as error:
+                problems.append(str(error))
+    return problems
 
 
 def conversion_record(config: PretrainConfig, tokenizer: Tokenizer, conversions: Conversions) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import zstd
 
-from biphasic.data.streams import RowStream, read_index, read_stream_record
+from biphasic.data.streams import RowStream, read_index
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
@@ -147,32 +146,6 @@ def row_reader(
         return {"tokens": tokens, "lengths": np.diff(np.union1d(ends, [length]), prepend=0).astype(np.uint32)}
 
     return read
-
-
-def stored_row_problems(
-    streams: Mapping[str, RowStream], lengths: Mapping[str, int], vocab_size: int | None, *, first_shards: bool
-) -> list[str]:
-    """Return why rows of `lengths` tokens, by key, can't be read from the streams: by columns, or others' first shards.
-
-    Conversions with a record are left out, and datasets whose index can't be read: other checks report those.
-    """
-    problems = []
-    for key, stream in streams.items():
-        dataset = stream.remote or stream.local
-        with suppress(UserError, LookupError, TypeError):
-            index, is_recorded = read_index(dataset), read_stream_record(stream) is not None
-            shard = index["shards"][0]
-            try:
-                if not is_recorded:
-                    read = row_reader(key, stream, index, lengths[key], vocab_size)
-                    if first_shards and "lengths" not in shard["column_names"]:
-                        with user_errors(f"dataset {dataset}: can't be read", ValueError):
-                            content = open_store(dataset).read(shard_file(shard)["basename"])
-                            for row in decode_rows(shard, content, range(shard["samples"])):
-                                read(row)
-            except UserError as error:
-                problems.append(str(error))
-    return problems
 
 
 def _describe(shard: Mapping[str, Any]) -> str:
