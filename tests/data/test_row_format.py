@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from streaming import MDSWriter
+from streaming.base.util import merge_index
 
 from biphasic.commands import plan as commands_plan
 from biphasic.config.conversion_checks import check_rows, stored_row_problems
@@ -168,6 +169,24 @@ def test_other_rows_are_refused_in_one_line(name: str, tmp_path: Path, write_yam
     for line in (problem, in_preflight, str(caught.value)):
         assert "\n" not in line
         assert re.search(message, line)
+
+
+def test_nested_folders_whose_indexes_streaming_merged_are_refused(tmp_path: Path, write_yaml: Write) -> None:
+    """Streaming 0.13 names the shards of more/0 as those of 0, which would be read twice, in place of more/0."""
+    columns, make = FORMATS["uint16"]
+    made = tmp_path / "made"
+    for part in ("0", "more/0"):
+        write(made / part, columns, make)
+    merge_index(str(made))
+    config = config_of(write_yaml(data__train={"local": str(made)}))
+    [problem] = commands_plan._pretraining_plan(config, 1).problems
+    [in_preflight] = stored_row_problems(config.splits, config.row_lengths, WORDS, first_shards=True)
+    with pytest.raises(UserError) as caught:
+        build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=WORDS)
+    message = (
+        f"data.train: the index of {made} lists 0/shard.00000.mds 2 times, so another file is never read: expected"
+    )
+    assert all(line.startswith(message) and "\n" not in line for line in (problem, in_preflight, str(caught.value)))
 
 
 def test_a_row_of_another_length_far_inside_is_refused_when_it_is_read(tmp_path: Path) -> None:

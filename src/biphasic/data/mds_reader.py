@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -109,7 +110,7 @@ def row_reader(
 
     Returns a function from a stored row to `tokens` [length] and `lengths` uint32 [segments]. It raises a ShardError if a
     row has another length, or an id that isn't in the vocabulary (None: any). Raises a UserError if the columns can't be
-    read as rows of `length` tokens (`data.sequence_length`), or `document_end` can't be used.
+    read as rows of `length` tokens (`data.sequence_length`), `document_end` can't be used, or a shard is listed twice.
     """
     dataset, shards, end = stream.remote or stream.local, index["shards"], stream.document_end
     described = " or ".join(sorted({_describe(shard) for shard in shards}))
@@ -129,6 +130,12 @@ def row_reader(
     if end is not None and (own is not None or (vocab_size is not None and end >= vocab_size)):
         reason = "has no effect on a conversion's rows: remove it" if own else f"expected an id below {vocab_size}"
         raise UserError(f"{key}.document_end: {reason} ({dataset})")
+    [(name, count)] = Counter(shard_file(shard)["basename"] for shard in shards).most_common(1)
+    if count > 1:
+        raise UserError(
+            f"{key}: the index of {dataset} lists {name} {count} times, so another file is never read: expected each file "
+            "once, by its path in this folder (Streaming's merge_index keeps only the last folder of a path)"
+        )
 
     def read(row: Mapping[str, Any]) -> StoredRow:
         tokens, name = row[column], f"dataset {dataset}: a row"
