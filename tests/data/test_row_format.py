@@ -189,6 +189,13 @@ def test_nested_folders_whose_indexes_streaming_merged_are_refused(tmp_path: Pat
     assert all(line.startswith(message) and "\n" not in line for line in (problem, in_preflight, str(caught.value)))
 
 
+def test_a_plan_names_the_first_shard_if_it_is_missing(tmp_path: Path, write_yaml: Write) -> None:
+    made = write(tmp_path / "made", *FORMATS["uint16"])
+    (made / "shard.00000.mds").unlink()
+    [problem] = commands_plan._pretraining_plan(config_of(write_yaml(data__train={"local": str(made)})), 1).problems
+    assert problem == f"dataset {made}: shard.00000.mds can't be read (No such file or directory)"
+
+
 def test_a_row_of_another_length_far_inside_is_refused_when_it_is_read(tmp_path: Path) -> None:
     columns, make = FORMATS["uint16"][0] | {"tokens": "ndarray:uint16"}, FORMATS["uint16"][1]
     made = write(tmp_path / "made", columns, make, lambda number: LENGTH - (number == ROWS - 1))

@@ -25,7 +25,7 @@ from biphasic.data.streams import (
 )
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import is_folder, join, open_store, user_errors
+from biphasic.storage import is_folder, join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 Conversions = Mapping[str, StreamRecord]
@@ -146,15 +146,13 @@ def stored_row_problems(
             if read_stream_record(stream) is not None:
                 continue
             # Here, because conversions don't need numpy, whose import takes a tenth of a plan's time.
-            from biphasic.data.mds_reader import decode_rows, row_reader, shard_file
+            from biphasic.data.mds_reader import row_reader, rows_of_shard
 
             try:
                 read = row_reader(key, stream, index, lengths[key], vocab_size)
                 if first_shards and "lengths" not in shard["column_names"]:
-                    with user_errors(f"dataset {dataset}: can't be read", ValueError):
-                        content = open_store(dataset).read(shard_file(shard)["basename"])
-                        for row in decode_rows(shard, content, range(shard["samples"])):
-                            read(row)
+                    for row in rows_of_shard(dataset, shard, range(shard["samples"])):
+                        read(row)
             except UserError as error:
                 problems.append(str(error))
     return problems

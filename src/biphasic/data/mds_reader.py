@@ -37,13 +37,10 @@ class ShardError(UserError):
 def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, StoredRow]]:
     """Yield rows of a dataset with their ids, but none beyond its end. Raises a UserError if it can't be read."""
     first, row_ids = 0, sorted(set(row_ids))
-    with user_errors(f"dataset {dataset}: can't be read", ValueError):
-        store = open_store(dataset)
-        for shard in read_index(dataset)["shards"]:
-            if in_shard := [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]:
-                content = store.read(shard_file(shard)["basename"])
-                yield from zip(in_shard, decode_rows(shard, content, [id - first for id in in_shard]), strict=True)
-            first += shard["samples"]
+    for shard in read_index(dataset)["shards"]:
+        if in_shard := [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]:
+            yield from zip(in_shard, rows_of_shard(dataset, shard, [id - first for id in in_shard]), strict=True)
+        first += shard["samples"]
 
 
 def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:
@@ -61,6 +58,13 @@ def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:
 def shard_file(shard: dict[str, Any]) -> dict[str, Any]:
     """Return the index entry (basename, bytes, hashes) of a shard's stored file, the compressed one if it exists."""
     return shard["zip_data"] or shard["raw_data"]
+
+
+def rows_of_shard(dataset: str, shard: dict[str, Any], numbers: Iterable[int]) -> Iterator[StoredRow]:
+    """Yield the rows with these numbers of a dataset's shard. Raises a UserError if the shard can't be read."""
+    name = shard_file(shard)["basename"]
+    with user_errors(f"dataset {dataset}: {name} can't be read", ValueError):
+        yield from decode_rows(shard, open_store(dataset).read(name), numbers)
 
 
 def decode_rows(shard: dict[str, Any], content: bytes, numbers: Iterable[int]) -> Iterator[StoredRow]:
