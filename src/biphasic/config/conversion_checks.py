@@ -145,7 +145,7 @@ def stored_row_problems(
             shard = index["shards"][0]
             if read_stream_record(stream) is not None:
                 continue
-            # Here, because conversions don't need numpy, whose import takes a tenth of a plan's time.
+            # Here, because a plan of conversions doesn't need numpy, whose import takes a tenth of a second.
             from biphasic.data.mds_reader import row_reader, rows_of_shard
 
             try:
