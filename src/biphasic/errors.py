@@ -38,6 +38,10 @@ class Unavailable(UserError):
     """Something that the job needs can't be reached for now, such as a bucket. Starting again later may help."""
 
 
+class Missing(UserError):
+    """Something that another command makes, such as a dataset or a checkpoint, is not there yet."""
+
+
 class Preempted(Exception):
     """The run saved a checkpoint and stopped on request. The same command resumes it."""
 

@@ -288,13 +288,38 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     longer = ResumeGuard(
         config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE))
     ).plan_start()
-    assert longer.batch is None and longer.problem is not None and longer.refused
+    assert longer.batch is None and longer.problem is not None
     assert "objective.phases.0.until: 10ba (0.5dur of 20ba) until now, 12ba (0.5dur of 24ba) here" in longer.problem
     # Nothing but another run's: the run would refuse to write there.
     foreign = ResumeGuard(
         config_of(write_yaml("third", **{**keys, "optimizer__lr": 1e-3}, checkpoint__folder=str(folder)))
     ).plan_start()
-    assert foreign.refused and "holds the checkpoints of another run, trunk" in (foreign.problem or "")
+    assert "holds the checkpoints of another run, trunk" in (foreign.problem or "")
+
+
+def test_a_plan_refuses_a_start_from_as_the_start_does(
+    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
+    folder = write_manifests(config_of(write_yaml("trunk", max_duration="30ba", **keys)), 10, 20)
+
+    def planned(start_from: Path | str, **changed: Any) -> tuple[list[str], list[str], list[str]]:
+        config = config_of(write_yaml("branch", **{"max_duration": "24ba", **keys, **changed}, start_from=str(start_from)))
+        start = ResumeGuard(config).plan_start()
+        with pytest.raises(UserError) as refused:
+            ResumeGuard(config).find_branch_point()
+        assert str(refused.value) in (start.problem, start.missing, start.unknown)
+        run_plan = plan(config, 1, start=start)
+        return run_plan.problems, run_plan.missing, run_plan.warnings
+
+    other, missing, warnings = planned(folder, seed=8)
+    assert "the two differ from batch 0 on (seed is" in other[0] and not missing and not warnings
+    assert "this run ends (10ba) before or at every checkpoint there" in planned(folder, max_duration="10ba")[0][0]
+    assert "holds no checkpoint" in planned(tmp_path / "nothere")[0][0]
+    # Another run may be about to save there.
+    monkeypatch.chdir(tmp_path)
+    problems, missing, _ = planned("runs/later")
+    assert not problems and "start_from: runs/later: it holds no checkpoint" in missing[0]
 
 
 def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import biphasic.main as job
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
@@ -112,3 +113,26 @@ def test_a_grid_reads_as_it_was_written(sweep: LoadSweep, tmp_path: Path) -> Non
     file = tmp_path / "o" / "sweep.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "models": [{"name": "m", "steps": None}]}))
     assert read_grid(open_store(str(tmp_path / "o"))) == grid
+
+
+def test_a_plan_refuses_what_the_sweep_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But for models and data that are not there yet, which other commands make."""
+    data, model = tmp_path / "tickets", tmp_path / "model"
+    task = {"job": "finetune", "run_name": "tickets", "model": {"path": str(model)}, "optimizer": {"lr": 1e-4},
+            "task": {"kind": "tokens", "name": "tickets", "data": str(data)}, "max_duration": "10ba", "batch_size": 8}  # fmt: skip
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    content = {"job": "sweep", "output": str(tmp_path / "sweep"), "models": {"encoder": {"path": str(model)}},
+               "tasks": {"tickets": str(tmp_path / "task.yaml")}, "learning_rates": [1e-4], "seeds": [0]}  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
+
+    def plan() -> tuple[int, str]:
+        return job.main([str(tmp_path / "sweep.yaml"), "--plan"]), capsys.readouterr().out
+
+    assert "MISSING  tickets of encoder: model " in plan()[1]
+    model.mkdir()
+    status, printed = plan()
+    assert status == 0 and f"MISSING  tickets of encoder: {data}: " in printed
+    data.mkdir()
+    (data / "task.json").write_text('{"kind": "classification"}')
+    status, printed = plan()
+    assert status == 2 and "PROBLEM  tickets of encoder: " in printed and "expected tokens" in printed

@@ -145,7 +145,7 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     assert "8 trials: 2 done, 6 left" in describe_plan(after)
     Path(config.models["b"].path).unlink()
     missing = plan_sweep(config, "helpers.small_trials")
-    assert missing.faults is not None and "b.model: is not there" in missing.faults
+    assert "b.model: is not there" in missing.problems[0]
 
 
 def test_durations_are_estimated_from_done_trials() -> None:

@@ -22,8 +22,9 @@ from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.durations import TrainingProgress
-from biphasic.errors import UserError, first_line
+from biphasic.errors import Missing, Unavailable, UserError, first_line
 from biphasic.storage import is_remote, join, open_store, user_errors
+from biphasic.storage.hub import is_made_by_jobs
 from biphasic.timeline import phase_at, resolve_phases
 
 _PATHS = ("local", "remote", "cache", "folder", "tokenizer", "output", "init_from", "start_from")
@@ -201,7 +202,7 @@ class ResumeGuard:
             reason = f"no usable checkpoint there ({_shortened(unusable)})"
         else:
             missing = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
-            reason = f"{missing}; expected a complete checkpoint"
+            raise Missing(f"start_from: {path}: {missing}; expected a complete checkpoint")
         raise UserError(f"start_from: {path}: {reason}")
 
     def plan_start(self) -> StartPlan:
@@ -216,16 +217,20 @@ class ResumeGuard:
                 self.require_same_past(own, own.run["indexes"])
                 return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
         except OSError as error:
-            return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
+            return StartPlan(unknown=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
         except UserError as error:
-            return StartPlan(problem=str(error), refused=True)
+            return StartPlan(problem=str(error))
         try:
             if config.start_from is not None:
                 folder, manifest = self.find_branch_point()
                 path, name = join(folder, manifest.path), manifest.run["name"]
                 return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
+        except Unavailable as error:
+            return StartPlan(unknown=str(error))
         except UserError as error:
-            return StartPlan(problem=str(error))
+            place = config.start_from or ""
+            is_made = isinstance(error, Missing) and (is_remote(place) or is_made_by_jobs(place))
+            return StartPlan(missing=str(error)) if is_made else StartPlan(problem=str(error))
         weights = "new weights" if config.model.init_from is None else f"the weights of {config.model.init_from}"
         return StartPlan(0, None, weights)
 

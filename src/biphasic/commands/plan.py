@@ -41,7 +41,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
 
         sweep_plan = plan_sweep(config)
         print(json.dumps(asdict(sweep_plan), indent=2) if options.json else describe_plan(sweep_plan))
-        return 0
+        return REFUSED if sweep_plan.problems else 0
     if config.job == "study":
         from biphasic.study.plan import describe_plan, plan_study
 
@@ -88,7 +88,7 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
         "records": lambda: read_conversions(config.streams),
     }
     late = f"unknown: {config.checkpoint_destination} or start_from did not answer in time"
-    results: dict[str, Any] = {"start": StartPlan(problem=late), "rows": RowChecks(), "records": {}}
+    results: dict[str, Any] = {"start": StartPlan(unknown=late), "rows": RowChecks(), "records": {}}
     faults = list[str]()
 
     def run(name: str) -> None:

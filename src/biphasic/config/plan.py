@@ -50,15 +50,16 @@ class JobPlan:
 class StartPlan:
     """Where a run will start: its first batch, and the checkpoint or weights that it starts from.
 
-    `problem` says why it can't start, or why this is unknown; `batch` is then None. `refused`: its own checkpoint was
-    trained with another configuration, so the run would stop. `is_branch`: the checkpoint is another run's (`start_from`).
+    Otherwise `batch` is None, and a text says why: `problem` why it can't start, `missing` what another command makes
+    first, and `unknown` why this isn't known. `is_branch`: the checkpoint is another run's (`start_from`).
     """
 
     batch: int | None = None
     checkpoint: str | None = None
     source: str = ""
     problem: str | None = None
-    refused: bool = False
+    missing: str | None = None
+    unknown: str | None = None
     is_branch: bool = False
 
 
@@ -152,7 +153,9 @@ def plan(
         source = start.source if start.checkpoint is None else f"{start.checkpoint}, {start.source}"
         lines["start"] = f"batch {start.batch:,}, from {source}{left}"
     elif start is not None:
-        (run_plan.problems if start.refused else run_plan.warnings).append(str(start.problem))
+        run_plan.problems += filter(None, [start.problem])
+        run_plan.missing += filter(None, [start.missing])
+        run_plan.warnings += filter(None, [start.unknown])
     return run_plan
 
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from pyarrow import parquet
 
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
-from biphasic.errors import UserError, first_line
+from biphasic.errors import Missing, UserError, first_line
 from biphasic.storage import cached_file_hash, is_remote, join, open_store, user_errors
 
 
@@ -35,7 +35,7 @@ class TaskFolder:
             self.kind: str = self.record["kind"]
         except FileNotFoundError:
             advice = "make it with `biphasic tasks` (a folder without this file isn't complete)"
-            raise UserError(f"{path}: has no {TASK_RECORD}: {advice}") from None
+            raise Missing(f"{path}: has no {TASK_RECORD}: {advice}") from None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}/{TASK_RECORD}: can't be read ({first_line(error)})") from None
         if kind not in (self.kind, None):

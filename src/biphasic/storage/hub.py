@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from biphasic.errors import UserError, first_line
+from biphasic.errors import Missing, UserError, first_line
 from biphasic.storage.files import UnreachableError, is_folder, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
@@ -53,7 +53,7 @@ def require_model(path: str, revision: str | None = None) -> None:
     reason = "a model in a bucket is not supported: download it to a folder" if is_remote(path) else None
     if (reason := reason or why_missing(path, revision)) is not None:
         reason = reason.replace("no such folder", "no such checkpoint or folder")
-        raise UserError(f"model {path}: can't be loaded ({reason})")
+        raise (UserError if is_remote(path) else Missing)(f"model {path}: can't be loaded ({reason})")
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.read import format_override
 from biphasic.config.sweep import SweepConfig
-from biphasic.errors import ConfigError, Problem, UserError
+from biphasic.errors import ConfigError, Missing, Problem, UserError
 from biphasic.finetuning.plan import require_data
 from biphasic.storage.hub import require_model
 from biphasic.sweep.records import Cell, Grid, GridTask
@@ -53,8 +53,8 @@ def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
 def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> Grid:
     """Return the grid with the names of all trials. Reads the model and data files.
 
-    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError that lists all missing models and
-    datasets, or sets without a validation split to choose among rates by.
+    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError (Missing, if nothing else is wrong) that
+    lists all missing models and datasets, or sets without a validation split to choose among rates by.
     """
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
@@ -89,6 +89,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module:
 def _check_pairs(configs: Iterable[tuple[Cell, FinetuneConfig]], check: Callable[[Cell, FinetuneConfig], None]) -> None:
     """Check trials, and raise a UserError with the faults of all pairs of a task and a model; of each pair the first one."""
     faulty: dict[str, dict[tuple[str, str], None]] = {}
+    faults = list[UserError]()
     for cell, trial_config in configs:
         if any((cell.task, cell.model) in pairs for pairs in faulty.values()):
             continue
@@ -97,8 +98,10 @@ def _check_pairs(configs: Iterable[tuple[Cell, FinetuneConfig]], check: Callable
         except UserError as error:
             # A missing model affects every task, and a missing dataset every model: each is reported once.
             faulty.setdefault(str(error), {})[cell.task, cell.model] = None
+            faults.append(error)
     if faulty:
-        raise UserError("\n".join(f"{_describe_pairs(list(pairs))}: {fault}" for fault, pairs in faulty.items()))
+        kind = Missing if all(isinstance(fault, Missing) for fault in faults) else UserError
+        raise kind("\n".join(f"{_describe_pairs(list(pairs))}: {fault}" for fault, pairs in faulty.items()))
 
 
 def _require_inputs(cell: Cell, config: FinetuneConfig) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from biphasic.config.sweep import SweepConfig
-from biphasic.errors import UserError
+from biphasic.errors import Missing, UserError
 from biphasic.storage import open_store
 from biphasic.sweep.grid import TRIAL_MODULE, build_grid, trial_configs
 from biphasic.sweep.records import Cell, TrialRecord, read_records
@@ -28,8 +28,10 @@ class SweepPlan:
     device_hours: float | None
     """Of the trials that are left; None if no trial is recorded."""
     dollars: float | None
-    faults: str | None
-    """Missing models and data; None if there are none."""
+    missing: list[str]
+    """What must be made before the sweep can start."""
+    problems: list[str]
+    """What would stop the sweep; also what is missing, if there is both."""
 
 
 def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
@@ -38,11 +40,11 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
     Raises a ConfigError with all problems of the YAMLs, and a UserError if the output can't be read.
     """
     configs = trial_configs(config)
-    faults, records = None, dict[str, TrialRecord]()
+    missing, problems, records = list[str](), list[str](), dict[str, TrialRecord]()
     try:
         grid = build_grid(config, configs, module)
     except UserError as error:
-        faults = str(error)
+        (missing if isinstance(error, Missing) else problems).extend(str(error).splitlines())
         choosing = config.seeds[: config.rate_seeds]
         planned = {str(cell): cell for cell in configs if cell.seed in choosing or cell.lr == config.learning_rates[0]}
     else:
@@ -62,7 +64,8 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
         ],
         device_hours=hours,
         dollars=None if price is None or hours is None else price * hours,
-        faults=faults,
+        missing=missing,
+        problems=problems,
     )
 
 
@@ -93,8 +96,7 @@ def describe_plan(plan: SweepPlan) -> str:
         lines.append(f"about {plan.device_hours:,.3g} hours of a device (a GPU, or a machine without one){price}")
     elif total["left"]:
         lines.append("hours are not known before some trials have run: --limit 4")
-    if plan.faults is not None:
-        lines += ["the sweep can't start yet:", *(f"  {line}" for line in plan.faults.splitlines())]
+    lines += [f"  MISSING  {text}" for text in plan.missing] + [f"  PROBLEM  {text}" for text in plan.problems]
     return "\n".join(lines)
 
 
