@@ -231,7 +231,7 @@ def test_missing_checkpoints_are_refused(run: tuple[Path, list[dict[str, Tensor]
     (folder / "ba30.json").unlink()  # as after an interrupted save, or by `checkpoint.keep`
     with pytest.raises(UserError, match=r"expected 1 complete; got 0 of batches 10, 20, 40 in .*checkpoint.keep_at"):
         merge_checkpoints([*paths_of(folder, 10), str(folder / "ba30-rank0.pt")], out)
-    with pytest.raises(UserError, match=r"nothing: expected 1 complete; got 0 of batches none"):
+    with pytest.raises(UserError, match=r"nothing: expected 1 complete; .*/nothing is not there, or empty"):
         merge_checkpoints([str(folder), str(tmp_path / "nothing")], out)
 
 

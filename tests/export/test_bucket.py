@@ -90,6 +90,15 @@ def test_local_checkpoint(run: Path, s3: Path, tmp_path: Path) -> None:
     assert not downloads.exists()
     address = upload(run, bucket_for(s3, "fetched"), "run")
     assert local_checkpoint(address, downloads) == str(downloads / "ep0-ba40")
+    # Of a run's folder the newest, wherever the run saves.
+    named = tmp_path / "named"
+    named.mkdir()
+    (named / "checkpoints").symlink_to(run)
+    assert local_checkpoint(str(named), tmp_path / "unused") == str(named / "checkpoints" / "ep0-ba40")
+    (named / "config.yaml").write_text(f"{{output: runs, run_name: named, checkpoint: {{folder: '{address}'}}}}")
+    assert local_checkpoint(str(named), downloads) == str(downloads / "ep0-ba40")
+    (named / "config.json").write_text("{}")  # a model of others, which has a config.yaml too
+    assert local_checkpoint(str(named), downloads) == str(named)
     # Only a damaged file is downloaded again.
     index, content = downloads / "ep0-ba40" / ".metadata", downloads / "ep0-ba40" / "__0_0.distcp"
     before = index.stat().st_mtime_ns

@@ -133,7 +133,8 @@ def test_a_command_that_fails_ends_the_study(
     states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", 100, 400)}
     monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
     assert pretrain(study) == 7
-    assert "submitted" not in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "submitted, " not in printed and "not submitted: bash -c 'exit 7' " in printed and "status 7" in printed
     (tmp_path / "squeue").write_text("#!/bin/bash\necho slurm is down >&2; exit 1\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

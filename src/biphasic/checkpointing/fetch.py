@@ -94,17 +94,18 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
     """Return the local path of a checkpoint, downloading it if necessary. For a single process.
 
     `path` is a local path or URL of a checkpoint (`ba18000-rank0.pt` or `ep0-ba18000`), or of a folder that a run saves to,
-    whose newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a UserError if
+    or a run's folder; of these the newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a UserError if
     there is no complete checkpoint, or if it is damaged or can't be read.
     """
     with _explained(path):
-        if not is_remote(path):
-            if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).list()):
-                return path
-            local_folder = Path(path)
-        batch = batch_in_path(path) if is_remote(path) else None
+        batch = batch_in_path(path)
+        if not is_remote(path) and (batch is not None or is_checkpoint(path) or Path(path, "config.json").exists()):
+            return path
+        folder = open_store(checkpoint_folder(path))
         if batch is None:
-            folder = open_store(path)
+            if not is_remote(path) and all(batch_of(name) is None for name in folder.list()):
+                return path
+            local_folder = local_folder if is_remote(folder.root) else Path(folder.root)
             manifest = newest_complete(folder, local_folder)
             if manifest is None:
                 faults = [
@@ -112,7 +113,7 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
                 ]
                 raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
         else:
-            folder, name = open_store(checkpoint_folder(path)), manifest_name(batch)
+            name = manifest_name(batch)
             try:
                 manifest = read_manifest(folder, name)
             except OSError as error:

@@ -106,9 +106,8 @@ def _find(path: str, last: int | None) -> list[tuple[str, Manifest]]:
             expected = f"expected {count} complete{' of its stable phase' * (batch is None and last is not None)}"
             batches = ", ".join(map(str, reversed(manifest_batches(store.list())))) or "none"
             advice = "A run deletes those beyond checkpoint.keep, except at batches in checkpoint.keep_at"
-            raise UserError(
-                f"checkpoint {path}: {expected}; got {len(found)} of batches {batches} in {folder}. {advice}"
-            )
+            got = f"got {len(found)} of batches {batches} in {folder}. {advice}"
+            raise UserError(f"checkpoint {path}: {expected}; {got if store.list() else f'{folder} is not there, or empty'}")
     return [(join(folder, manifest.path), manifest) for manifest in reversed(found)]
 
 

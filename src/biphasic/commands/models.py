@@ -73,8 +73,8 @@ _FORCE = argument("--force", action="store_true", help="replace an earlier expor
     argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a run's checkpoint, local or in a bucket: a .pt file, the folder of a sharded one, or a run's checkpoint "
-        "folder, for its newest",
+        help="a run's checkpoint, local or in a bucket: a .pt file, the folder of a sharded one, or a run's folder, for "
+        "its newest",
     ),
     argument("out", metavar="OUT", type=local_path, help="the folder to write"),
     argument("--name", help="the model's name on its card"),

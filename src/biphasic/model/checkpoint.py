@@ -97,7 +97,9 @@ def require_safe_checkpoint(path: str) -> None:
     PyTorch reads a sharded checkpoint, because its index and small values are pickles.
     """
     if not is_checkpoint(path):
-        raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
+        found = "is a folder without a checkpoint" if Path(path).is_dir() else "is not there"
+        expected = "expected a .pt file, the folder of a sharded checkpoint (with .metadata), or a run's folder"
+        raise UserError(f"checkpoint {path}: {found}; {expected}")
     local = Path(path)
     kinds = (RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)
     with user_errors(f"checkpoint {path}: is damaged or incomplete", *kinds):

@@ -18,6 +18,7 @@ import psutil
 from biphasic.config.study import LocalExecutor, SlurmExecutor, StudyConfig
 from biphasic.errors import PREEMPTED, UserError
 from biphasic.processes import STOP_SIGNALS, noted_signals
+from biphasic.ranks import REFUSED
 from biphasic.storage import is_remote
 
 
@@ -68,7 +69,8 @@ class ThisMachine(Executor):
         print(f"{name}: {description}", flush=True)
         status = self._train(file)
         if status:
-            print(f"{name}: ended with status {status}; start the study again to resume it", flush=True)
+            advice = "see above, change what it says, and" if status == REFUSED else "to resume it,"
+            print(f"{name}: ended with status {status}; {advice} start the study again", flush=True)
         return status
 
     def train(self, file: Path) -> int:
@@ -149,8 +151,8 @@ class Command(Executor):
             status = subprocess.run(command, check=False).returncode
         except OSError as error:
             raise UserError(f"executor.command: {command[0]} can't be run ({error.strerror})") from None
-        if status == 0:
-            print(f"{name}: submitted, {description}", flush=True)
+        failed = f"not submitted: {shlex.join(command)} ended with status {status}"
+        print(f"{name}: {failed if status else f'submitted, {description}'}", flush=True)
         return status
 
 
