@@ -304,7 +304,9 @@ def test_a_plan_refuses_a_start_from_as_the_start_does(
     folder = write_manifests(config_of(write_yaml("trunk", max_duration="30ba", **keys)), 10, 20)
 
     def planned(start_from: Path | str, **changed: Any) -> tuple[list[str], list[str], list[str]]:
-        config = config_of(write_yaml("branch", **{"max_duration": "24ba", **keys, **changed}, start_from=str(start_from)))
+        config = config_of(
+            write_yaml("branch", **{"max_duration": "24ba", **keys, **changed}, start_from=str(start_from))
+        )
         start = ResumeGuard(config).plan_start()
         with pytest.raises(UserError) as refused:
             ResumeGuard(config).find_branch_point()

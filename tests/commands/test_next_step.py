@@ -139,3 +139,8 @@ def test_a_plan_shows_the_errors_of_its_checks(
     printed = capsys.readouterr().out
     for name in ("rows", "start"):
         assert f"PROBLEM        {name}: can't be checked ([Errno 13] Permission denied: '/data/a')" in printed
+
+
+def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert job.main([]) == 2
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: FILE.yaml\n")

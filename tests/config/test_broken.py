@@ -63,7 +63,13 @@ def test_all_errors_of_a_file_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "key"),
-    [("optimizer.lr", "optimizer.lr"), ("objective.phases.7.until=3ba", "objective.phases.7.until"), ("=3", "=3")],
+    [
+        ("optimizer.lr", "optimizer.lr"),
+        ("objective.phases.7.until=3ba", "objective.phases.7.until"),
+        ("=3", "=3"),
+        ("optimiser.lr=2e-4", "optimiser"),
+        ("optimizer.lr.x=3", "optimizer.lr"),
+    ],
 )
 def test_invalid_overrides(override: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -153,6 +159,8 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
             "objective.phases.1.masking_ratio=many",
             "objective.phases.1.masking_ratio: expected a valid number or `key: value` lines below it; got 'many'",
         ),
+        (QUICKSTART, "objective.phases.5.until=3ba",
+         "objective.phases.5.until: there is no item 5 in objective.phases: expected 0 to 1"),
         (QUICKSTART, "microbatch_size=many", "microbatch_size: expected a valid integer or 'auto'; got 'many'"),
         (QUICKSTART, "microbatch_size=0", "microbatch_size: expected greater than 0; got 0"),
         # YAML itself.

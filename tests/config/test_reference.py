@@ -63,3 +63,5 @@ def test_keys_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stride" in describe_keys("finetune.task") and "model_name" not in describe_keys("finetune.task")
     assert main(["keys", "optimizer.lrr"]) == 2
     assert "did you mean optimizer.lr" in capsys.readouterr().err
+    assert main(["keys", "pretrain.optimizr"]) == 2
+    assert "did you mean pretrain.optimizer?" in capsys.readouterr().err

@@ -172,7 +172,9 @@ def show(options: Namespace) -> int:
 @command(
     "prepare the downstream datasets",
     argument("file", metavar="FILE.yaml", help="the YAML of job: tasks, e.g. yamls/data/tasks.yaml"),
-    argument("rest", nargs="*", metavar="task | key=value", help="only these tasks; overrides of the YAML's keys"),
+    argument(
+        "rest", nargs="*", default=[], metavar="task | key=value", help="only these tasks; overrides of the YAML's keys"
+    ),
     argument("--plan", action="store_true", help="print what would be read and written"),
 )
 def tasks(options: Namespace) -> int:

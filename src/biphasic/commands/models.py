@@ -98,7 +98,7 @@ def export(options: Namespace) -> int:
     "write a run's initial weights as a folder",
     argument("file", metavar="FILE.yaml", help="the YAML of a pretraining"),
     argument("out", metavar="OUT", type=local_path, help="the folder to write"),
-    argument("overrides", nargs="*", metavar="key=value", help="replace a value of the YAML"),
+    argument("overrides", nargs="*", default=[], metavar="key=value", help="replace a value of the YAML"),
     _DTYPE,
     _FORCE,
 )

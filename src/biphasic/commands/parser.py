@@ -97,5 +97,5 @@ def file_arguments(job: str) -> tuple[Argument, Argument]:
     overrides = "replace a value, e.g. seed=1; `biphasic keys` lists the keys"
     return (
         argument("file", metavar="FILE.yaml", help=f"the YAML of {job}"),
-        argument("overrides", nargs="*", metavar="key=value", help=overrides),
+        argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides),
     )

@@ -73,7 +73,7 @@ def runs(options: Namespace) -> int:
 @command(
     "score a run's checkpoints on a task while it trains",
     argument("run", metavar="RUN", help="a run's folder, its YAML, or where it saves: runs/my-run, s3://bucket/prefix"),
-    argument("overrides", nargs="*", metavar="key=value", help="replace a value of the task's YAML"),
+    argument("overrides", nargs="*", default=[], metavar="key=value", help="replace a value of the task's YAML"),
     argument("--task", required=True, metavar="FILE.yaml", help="a fine-tuning, e.g. yamls/finetune/sst2.yaml"),
     argument(
         "--every",

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,17 @@ class KeyTree:
         """Return the value of `key` after merging `new` into `old`, in place where possible."""
         if isinstance(old, list) and isinstance(new, dict) and new and all(str(name).isdigit() for name in new):
             for index, child in new.items():
+                if int(index) >= len(old):
+                    raise IndexError(f"there is no item {index} in {key}: expected 0 to {len(old) - 1}")
                 old[int(index)] = self._merge(old[int(index)], child, f"{key}.{index}")
             return old
         kind = "name" if re.fullmatch(r"objective\.phases\.\d+", key) else "kind"  # where a section's kind is written
         if not isinstance(old, dict) or not isinstance(new, dict) or _differ(old.get(kind), new.get(kind)):
-            self.where = {k: place for k, place in self.where.items() if k == key or not within(k, key)}
+            self.where = {
+                k: place
+                for k, place in self.where.items()
+                if (k == key and isinstance(old, dict)) or not within(k, key)
+            }
             return deepcopy(new)
         for name, child in new.items():
             old[name] = self._merge(old.get(name), child, f"{key}.{name}".lstrip("."))
@@ -178,6 +185,8 @@ def _override(text: str, tree: KeyTree) -> None:
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     tree.update(key, parsed["value"], dict.fromkeys([key, *dict(flatten(parsed["value"], key))], _COMMAND_LINE))
+    for section in accumulate(key.split("."), "{}.{}".format):  # those that no file has
+        tree.where.setdefault(section, _COMMAND_LINE)
 
 
 def _config_error(where: str, key: str, message: str) -> ConfigError:

@@ -151,7 +151,10 @@ def describe_keys(name: str = "") -> str:
                 jobs_of.setdefault(section._replace(keys=keys), []).append(job)
     if jobs_of:
         return "\n".join(section.describe(f" (job: {', '.join(jobs)})") for section, jobs in jobs_of.items())
-    known = {section.path(key) for job in JOBS for section in sections_of(job) for key in section.keys}
+    prefix = f"{first}." if rest and first in JOBS else ""
+    sections = [section for job in jobs for section in sections_of(job)]
+    known = {f"{prefix}{section.path(key)}" for section in sections for key in section.keys}
+    known |= {f"{prefix}{section.key}" for section in sections if section.key}
     near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ";"
     raise UserError(f"no key or section {name!r}{hint} `biphasic keys` lists the sections")

@@ -144,7 +144,7 @@ def _keep_encoding(folder: Path) -> None:
     with suppress(Exception):  # a class without its package, or with its own code
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         pair = loaded("a", "b").input_ids == written.encode("a", "b").ids
-        if pair and all(loaded(text).input_ids == written.encode(text).ids for text in texts):
+        if pair and all(loaded(text, verbose=False).input_ids == written.encode(text).ids for text in texts):
             return
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
