@@ -322,6 +322,17 @@ def test_an_embedding_model(family: str, sets: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.as_tensor(variables[name])[:1].cpu(), expected, atol=1e-5, rtol=1e-4)
 
 
+def test_a_model_cuts_texts_as_it_was_scored(sets: Path, tmp_path: Path) -> None:
+    """A share of the model's maximum, the default, is of training alone."""
+    tuned = finetune("msmarco", "llama", sets, tmp_path, max_duration="2ba", task__max_length=0.5)
+    most = tuned.task.text_tokenizer.max_length
+    assert (tuned.task.max_length, tuned.task.scored_length) == (most // 2, most)
+    assert f"after {most:,} tokens" in tuned.card.text
+    assert json.loads((tuned.folder / "sentence_bert_config.json").read_text())["max_seq_length"] == most
+    [cut] = {cut.max_length for name, cut in tuned.task.cut.items() if "corpus" in name or "queries" in name}
+    assert cut == most
+
+
 @pytest.mark.parametrize(
     ("name", "family", "tag", "line"),
     [

@@ -35,7 +35,7 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
     """Return the content of `TASK_FILE`."""
     return {
         "task": config.task.model_dump(mode="json"),
-        "max_length": task.max_length,
+        "max_length": task.scored_length,
         "label_names": task.label_names,
         "threshold": task.threshold,
         "precision": config.precision,

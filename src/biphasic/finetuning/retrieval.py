@@ -37,6 +37,9 @@ class Retrieval(FinetuneTask):
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         super().__init__(config, text_tokenizer, cache, record)
         self.scored_tokenizer = text_tokenizer
+        if isinstance(config.max_length, float):
+            # A share is of training alone: the paper's library scores with the model's own maximum.
+            self.scored_length = text_tokenizer.max_length
         self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
         self._relevant: dict[int, list[int]] = {}
         """Hashes of the documents of each query among the training pairs, by the query's hash."""
@@ -182,8 +185,7 @@ class Retrieval(FinetuneTask):
     ) -> tuple[list[str], Tensor]:
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
         columns = folder.read(table, table)
-        # A share is of training alone: the paper's library scores with the model's own maximum.
-        length = self.scored_tokenizer.max_length if isinstance(self.config.max_length, float) else self.max_length
+        length = self.scored_length
 
         def make() -> Examples:
             prompt = self.prompts[role]

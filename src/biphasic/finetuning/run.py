@@ -105,11 +105,11 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         rows["Labels"] = ", ".join(names)
     encoder = model.encoder
     card = functools.partial(
-        finetuned_card, config.run_name, rows, config.task, task.max_length,
+        finetuned_card, config.run_name, rows, config.task, task.scored_length,
         marks_continuations=bool(getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)),
         lowercase=encoder.text_tokenizer.settings.lowercase,
     )  # fmt: skip
     out = folder / "model"
-    options: Any = {"prompts": task.prompts, "max_length": task.max_length, "problem_type": task.problem_type}
+    options: Any = {"prompts": task.prompts, "max_length": task.scored_length, "problem_type": task.problem_type}
     options["refuse_pairs"] = "{text_pair}" in getattr(config.task, "text", "")
     export_finetuned(encoder, model.head, names, out, card, **options)

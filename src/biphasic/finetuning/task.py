@@ -116,6 +116,8 @@ class FinetuneTask(ABC):
         self.text_tokenizer = text_tokenizer.with_end_of_text() if config.end_of_text else text_tokenizer
         self.scored_tokenizer = self.text_tokenizer
         self.max_length = resolve_max_length(config.max_length, text_tokenizer.max_length)
+        self.scored_length = self.max_length
+        """Number of tokens at which texts are cut in scoring, and by the saved model."""
         self.data = TaskFolder(config.data, cache, self.family, record)
         self.cut: dict[str, CutTexts] = {}
         """What was cut of the texts that were tokenized, by table."""
