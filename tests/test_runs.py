@@ -39,12 +39,16 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
     assert "clm" in lines[6] and "complete, kept" in lines[6]
     assert "not usable: it has no ba10.json, so it was not finished" in lines[10]
     assert lines[12].endswith("complete") and f"{tokens[8]:,}" in lines[8]
-    assert f"batch 0 to 11: {KILLED}" in output
+    assert f"batch 0 to at least 11: {KILLED}" in output and "batch 0 to 0: no data" in output
     assert [line.strip() for line in output.splitlines() if "lost: " in line] == [
         "lost: at least 500 tokens",
         "lost: nothing",
     ]
     assert "batch 8 to 12: finished" in output
+    # Killed before its first heartbeat: its checkpoints say how far it came.
+    attempt.write_text(json.dumps({**about, "batch": 0, "tokens": 0, "until": None, "reason": KILLED}))
+    assert main(["runs", str(folder)]) == 0
+    assert f"batch 0 to at least 8: {KILLED}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["nothing", "s3://no-such-bucket-here/x"])

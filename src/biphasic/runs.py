@@ -43,15 +43,17 @@ def report(path: str) -> list[str]:
     for index, attempt in enumerate(attempts):
         start, ranks = attempt["from"] or {"batch": 0}, f"{attempt['ranks']} rank{'s' * (attempt['ranks'] > 1)}"
         end = attempt.get("reason", "is running, or was killed and has not been started again")
+        # An attempt that failed before it found its checkpoint has lost nothing.
+        resumed = next((after["from"] for after in attempts[index + 1 :] if after["from"] is not None), None)
+        # A killed attempt may have trained up to 15 seconds after its last heartbeat.
+        least, reached = "" if attempt.get("until") else "at least ", attempt["batch"]
+        if least and resumed is not None and attempt["from"] is not None:
+            reached = max(reached, resumed["batch"])
         lines += [
             f"{index + 1:>3}  {attempt['since']}  process {attempt['pid']} on {attempt['host']}, {ranks}",
-            f"     batch {start['batch']:,} to {attempt['batch']:,}: {end}",
+            f"     batch {start['batch']:,} to {least}{reached:,}: {end}",
         ]
-        # An attempt that failed before it found its checkpoint has lost nothing.
-        later = (start for after in attempts[index + 1 :] if (start := after["from"]) is not None)
-        if (start := next(later, None)) is not None:
-            lost = max(attempt["tokens"] - start["tokens"], 0)
-            # A killed attempt may have trained up to 15 seconds after its last heartbeat.
-            least = "" if attempt.get("until") else "at least "
+        if resumed is not None:
+            lost = max(attempt["tokens"] - resumed["tokens"], 0)
             lines.append(f"     lost: {least}{lost:,} tokens" if lost or least else "     lost: nothing")
     return lines
