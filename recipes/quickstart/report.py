@@ -18,7 +18,8 @@ from biphasic.amounts import format_seconds
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.report.drawing import COLORS, default_style, make_panels, png
-from biphasic.report.formatting import html_page
+from biphasic.report.formatting import format_p, html_page
+from biphasic.report.statistics import holm
 from biphasic.report.study_losses import loss_events, loss_points
 from biphasic.storage import open_store
 from biphasic.training.metrics_file import parse_metrics
@@ -121,6 +122,8 @@ class Labelling:
     """Mean over seeds and half of its 95% interval, by model."""
     differences: dict[tuple[str, str], tuple[float, float, float]]
     """Mean, half of its 95% interval and corrected p-value, by the two models: the first minus the second."""
+    p: dict[tuple[str, str], float]
+    """The p-values before the correction."""
 
 
 def read_labelling(report: Path) -> Labelling:
@@ -128,11 +131,12 @@ def read_labelling(report: Path) -> Labelling:
     means, compared = (pd.read_csv(report / f"{name}.csv") for name in ("table", "differences"))
     means, compared = means[means.test_set == "parameters"], compared[compared.test_set == "parameters"]
     scores = {row.model: (100 * row.score, 100 * row.half_width) for row in means.itertuples()}
-    differences = dict[tuple[str, str], tuple[float, float, float]]()
+    differences, p = dict[tuple[str, str], tuple[float, float, float]](), dict[tuple[str, str], float]()
     for row in compared.itertuples():
         differences[row.first, row.second] = (100 * row.difference, 100 * row.half_width, row.p_holm)
         differences[row.second, row.first] = (-100 * row.difference, 100 * row.half_width, row.p_holm)
-    return Labelling(scores, differences)
+        p[row.first, row.second] = p[row.second, row.first] = row.p
+    return Labelling(scores, differences, p)
 
 
 def draw_scores(labelling: Labelling) -> bytes:
@@ -160,15 +164,14 @@ def draw_scores(labelling: Labelling) -> bytes:
 
 
 def conclusion(labelling: Labelling) -> str:
-    """Say in a sentence for each comparison what the intervals show, and what they don't."""
-    sentences = []
-    for other in ("mlm", "clm"):
+    """Say in a sentence for each of the two comparisons whether a difference is shown (p, corrected for two, below 0.05)."""
+    sentences, others = [], ("mlm", "clm")
+    for other, p in zip(others, holm(pd.Series([labelling.p["clm-mlm", other] for other in others])), strict=True):
         mean, half, _ = labelling.differences["clm-mlm", other]
-        numbers = f"{mean:+.1f} ± {half:.1f} points of F1"
-        if mean - half > 0:
-            sentences.append(f"CLM, then MLM is better than {RUNS[other]} alone: {numbers}.")
-        elif mean + half < 0:
-            sentences.append(f"CLM, then MLM is worse than {RUNS[other]} alone: {numbers}.")
+        numbers = f"{mean:+.1f} ± {half:.1f} points of F1, p {format_p(p)}"
+        if p < 0.05:
+            better = "better" if mean > 0 else "worse"
+            sentences.append(f"CLM, then MLM is {better} than {RUNS[other]} alone: {numbers}.")
         else:
             sentences.append(f"Not shown: a difference between CLM, then MLM and {RUNS[other]} alone ({numbers}).")
     sentences.append(

@@ -164,16 +164,20 @@ def test_conclusion_by_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECIPE)
     import report as quickstart_report
 
-    def conclusion(over_mlm: tuple[float, float], over_clm: tuple[float, float]) -> str:
-        differences = {("clm-mlm", "mlm"): (*over_mlm, 0.01), ("clm-mlm", "clm"): (*over_clm, 0.01)}
-        return quickstart_report.conclusion(quickstart_report.Labelling({}, differences))
+    def conclusion(over_mlm: tuple[float, float, float], over_clm: tuple[float, float, float]) -> str:
+        given = {("clm-mlm", "mlm"): over_mlm, ("clm-mlm", "clm"): over_clm}
+        differences = {pair: (mean, half, 1.0) for pair, (mean, half, _) in given.items()}
+        p = {pair: p for pair, (_, _, p) in given.items()}
+        return quickstart_report.conclusion(quickstart_report.Labelling({}, differences, p))
 
-    ahead = conclusion((12.4, 0.8), (3.9, 6.5))
-    assert ahead.startswith("CLM, then MLM is better than MLM alone: +12.4 ± 0.8 points of F1. Not shown: a difference")
-    assert "CLM alone (+3.9 ± 6.5 points of F1)" in ahead and "One pretraining seed" in ahead
-    behind = conclusion((0.1, 0.2), (-3.0, 1.0))
+    ahead = conclusion((12.4, 0.8, 0.0002), (3.9, 6.5, 0.12))
+    assert ahead.startswith("CLM, then MLM is better than MLM alone: +12.4 ± 0.8 points of F1, p 0.0004. Not")
+    assert "CLM alone (+3.9 ± 6.5 points of F1, p 0.1200)" in ahead and "One pretraining seed" in ahead
+    behind = conclusion((0.1, 0.2, 0.16), (-3.0, 1.0, 0.006))
     assert behind.startswith("Not shown: a difference between CLM, then MLM and MLM alone (+0.1 ± 0.2")
     assert "CLM, then MLM is worse than CLM alone: -3.0 ± 1.0" in behind
+    # The interval of one comparison excludes zero, but there are two.
+    assert conclusion((3.5, 3.0, 0.0375), (-0.5, 3.1, 0.55)).count("Not shown") == 2
 
 
 def test_a_step_that_uses_all_cores_runs_alone(tmp_path: Path) -> None:

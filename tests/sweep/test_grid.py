@@ -119,7 +119,8 @@ def test_a_plan_refuses_what_the_sweep_refuses(tmp_path: Path, capsys: pytest.Ca
     """But for models and data that are not there yet, which other commands make."""
     data, model = tmp_path / "tickets", tmp_path / "model"
     task = {"job": "finetune", "run_name": "tickets", "model": {"path": str(model)}, "optimizer": {"lr": 1e-4},
-            "task": {"kind": "tokens", "name": "tickets", "data": str(data)}, "max_duration": "10ba", "batch_size": 8}  # fmt: skip
+            "task": {"kind": "tokens", "name": "tickets", "data": str(data)},
+            "max_duration": "10ba", "batch_size": 8}  # fmt: skip
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
     content = {"job": "sweep", "output": str(tmp_path / "sweep"), "models": {"encoder": {"path": str(model)}},
                "tasks": {"tickets": str(tmp_path / "task.yaml")}, "learning_rates": [1e-4], "seeds": [0]}  # fmt: skip
