@@ -28,7 +28,7 @@ from schedule import RUN, Schedule, Step
 from biphasic.amounts import format_seconds
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import PREEMPTED
+from biphasic.errors import PREEMPTED, ConfigError
 from biphasic.processes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
@@ -225,7 +225,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, _end)
-    start, steps = time.monotonic(), make_steps(options.seed)
+    start = time.monotonic()
+    try:
+        steps = make_steps(options.seed)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     folder = steps[-1].folder
     print(
         f"quickstart: text in, encoders out; {len(steps)} commands, {forked.AT_ONCE} at a time, 5 minutes on two "
