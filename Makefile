@@ -24,6 +24,7 @@ VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 
 env: $(READY)
 ifneq ($(origin PYTHON),file)
+	@command -v $(PYTHON) >/dev/null || $(call stop,PYTHON=$(PYTHON) is not a command)
 	@test "$$($(PYTHON) $(VERSION))" = "$$($(BIN)/python $(VERSION))" || \
 		$(call stop,$(VENV) holds Python $$($(BIN)/python $(VERSION)) and PYTHON=$(PYTHON) is another: run make clean first)
 endif
