@@ -27,6 +27,7 @@ PAGES = pages()
 # A YAML that stands for `FILE.yaml`, and for one of yours.
 STAND_INS = {
     "FILE.yaml": "yamls/210m_biphasic.yaml",
+    "runs/my-run/config.yaml": "yamls/210m_biphasic.yaml",
     "recipes/NAME/FILE.yaml": "recipes/clm_detour/pretrain.yaml",
 }
 JOBS_OF = {"convert": {"convert"}, "tasks": {"tasks"}, "tokenizer": {"convert"}, "show": {"pretrain"}}
