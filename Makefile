@@ -24,6 +24,7 @@ VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 
 env: $(READY)
 ifneq ($(origin PYTHON),file)
+	@command -v $(PYTHON) >/dev/null || $(call stop,PYTHON=$(PYTHON) is not a command)
 	@test "$$($(PYTHON) $(VERSION))" = "$$($(BIN)/python $(VERSION))" || \
 		$(call stop,$(VENV) holds Python $$($(BIN)/python $(VERSION)) and PYTHON=$(PYTHON) is another: run make clean first)
 endif
@@ -94,7 +95,7 @@ $(OLDEST)/.ready: requirements.lock requirements.in pyproject.toml Makefile | en
 		>$(OLDEST)/install.log 2>&1 || $(call stop,can't install biphasic itself,$(OLDEST)/install.log,test-oldest)
 	@touch $(OLDEST)/.ready
 
-# Azure's emulator, a package of npm: its tests are skipped without it. Needs Node.js.
+# Azure's emulator and s3rver, packages of npm: their tests are skipped without them. Needs Node.js.
 stores: env
 	npm install --silent --no-save --no-audit --no-fund --prefix $(VENV) azurite@3 s3rver@3
 

@@ -116,7 +116,7 @@ def verdict(expected: float, tolerance: float, value: float | None) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, compare a run with a recipe's row, or write the row."""
+    """Write the page, compare a run with a recipe's row, or write the row. Exit status 2 when a file is missing."""
     parser = argparse.ArgumentParser(description="Measured results of recipes.")
     parser.add_argument("recipe", type=Path, nargs="?", help="its folder; without it, RESULTS.md is written")
     parser.add_argument("run", type=Path, nargs="?", help="the folder of a new run")
@@ -128,11 +128,17 @@ def main(arguments: list[str]) -> int:
         return 0
     if options.run is None or (options.record is None) != (options.hours is None):
         parser.error("expected RECIPE RUN, and --record with --hours")
-    if options.record is not None:
-        record_run(options.recipe, options.run, options.record, options.hours)
-        return 0
-    if not (options.recipe / "results.json").is_file():
-        parser.error(f"{options.recipe}: has no results.json; --record writes it")
+    try:
+        if not options.run.is_dir():
+            raise UserError(f"{options.run}: doesn't exist")
+        if not (options.recipe / "results.json").is_file():
+            raise UserError(f"{options.recipe}: has no results.json")
+        if options.record is not None:
+            record_run(options.recipe, options.run, options.record, options.hours)
+            return 0
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     numbers = check_run(options.recipe, options.run)
     body = [
         [escape(name), f"{expected:.6g}", f"± {tolerance:g}", "" if value is None else f"{value:.6g}",

@@ -24,8 +24,13 @@ puts_bos=$(python - "$decoder" <<'END'
 import sys
 
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
 
-print(load_tokenizer(sys.argv[1]).puts_bos)
+try:
+    print(load_tokenizer(sys.argv[1]).puts_bos)
+except (UserError, OSError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
 END
 )
 if [[ $puts_bos = True ]]; then

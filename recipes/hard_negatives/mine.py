@@ -14,6 +14,7 @@ docs/finetune.md (Hard negatives) has the commands that follow. MODEL is one tha
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,29 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
 
 from biphasic.downstream.task_folder import TaskFolder
+from biphasic.errors import UserError
 from biphasic.finetuning.retrieval import titled_texts
 from biphasic.storage import parquet_bytes
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Read a set of `biphasic tasks`, and write its pairs with negatives as a Parquet file."""
+def main(arguments: list[str] | None = None) -> int:
+    """Mine, and print the counts. Exit status 2 when the model or the set is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("set", metavar="TASK_FOLDER")
     parser.add_argument("out", metavar="OUT.parquet", type=Path)
     parser.add_argument("--count", type=int, default=7, help="negatives of a pair (default: 7)")
     parser.add_argument("--depth", type=int, default=100, help="documents to consider, best first (default: 100)")
-    options = parser.parse_args(arguments)
+    try:
+        mine(parser.parse_args(arguments))
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def mine(options: argparse.Namespace) -> None:
+    """Read a set of `biphasic tasks`, and write its pairs with negatives as a Parquet file."""
     folder = TaskFolder(options.set, "runs/cache", "retrieval")
     pairs = folder.read("train", "pairs")
     corpus = titled_texts(folder.read("corpus", "corpus")) if "corpus" in folder.record["rows"] else []
@@ -65,4 +76,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,15 @@ def _read(file: Path) -> dict[str, list[Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the scores, in points."""
+    """Print the scores, in points. Exit status 2 when the folder lacks a task."""
     parser = argparse.ArgumentParser(description="Score guesses and bags of words on the mini study's tasks.")
     parser.add_argument("tasks", type=Path, help="the folder that tasks.yaml writes")
-    folder = parser.parse_args(arguments).tasks
+    folder, tasks = parser.parse_args(arguments).tasks, (types, parameters, questions, retrieval)
+    if missing := [task.__name__ for task in tasks if not (folder / task.__name__).is_dir()]:
+        print(f"{folder}: has no {missing[0]}; biphasic tasks recipes/mini/tasks.yaml writes it", file=sys.stderr)
+        return 2
     print(f"{'test (points)':14} {'chance':>8} {'bag of words':>14}")
-    for task in (types, parameters, questions, retrieval):
+    for task in tasks:
         chance, bag = task(folder / task.__name__)
         print(f"{task.__name__:14} {100 * chance:>8.1f} {100 * bag:>14.1f}", flush=True)
     return 0

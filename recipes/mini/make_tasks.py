@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ def _write(file: Path, rows: list[Row]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the tasks, and print their sizes."""
+    """Make the tasks, and print their sizes. Exit status 2 when there are no docstrings."""
     names = ("retrieval", *TASKS)
     parser = argparse.ArgumentParser(description="Make the mini study's tasks from docstrings.")
     parser.add_argument(
@@ -313,6 +314,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.tasks if name not in names]:
         parser.error(f"{unknown[0]} is no task; expected {', '.join(names)}")
+    if not (file := options.folder / "docstrings.parquet").is_file():
+        print(f"{file}: doesn't exist; recipes/mini/make_text.py writes it", file=sys.stderr)
+        return 2
     for task, counts in make_tasks(options.folder, options.tasks or names).items():
         print(f"{task}: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS))
     return 0

@@ -151,6 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     runs, folder = STUDIES[options.study], options.folder.resolve()
     try:
+        if not folder.is_dir():
+            raise UserError(f"{options.folder}: doesn't exist; recipes/mini/run.sh makes it")
         if options.step == "finetune":
             finetune(runs, folder, options.seeds)
         for seed in options.seeds if options.step == "record" else ():

@@ -27,6 +27,7 @@ from biphasic.data.mds_reader import decode_rows, shard_file
 from biphasic.data.streams import read_index
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
+from biphasic.errors import UserError
 from biphasic.processes import available_cores
 from biphasic.storage import join, json_bytes, open_store
 
@@ -106,15 +107,24 @@ def search(data: str, n: int, part: tuple[dict[str, Any], int]) -> tuple[set[tup
     return found, runs, count
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Search the training text for the n-grams of sets, and print a table and the examples with the longest runs."""
+def main(arguments: list[str] | None = None) -> int:
+    """Search, and print what was found. Exit status 2 when the conversion or a set is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", metavar="DATA", help="a conversion's folder or bucket prefix")
     parser.add_argument("sets", nargs="+", metavar="FOLDER", help="sets of `biphasic tasks`")
     parser.add_argument("--words", type=int, default=13, metavar="N", help="length of a shared n-gram (default: 13)")
     parser.add_argument("--examples", type=int, default=3, metavar="N", help="examples to print of each table")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the counts and all examples")
-    options = parser.parse_args(arguments)
+    try:
+        report(parser.parse_args(arguments))
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(options: argparse.Namespace) -> None:
+    """Search the training text for the n-grams of sets, and print a table and the examples with the longest runs."""
     n, texts, tables = options.words, list[list[str]](), list[tuple[str, str, list[Any]]]()
     for place in options.sets:
         folder = TaskFolder(place, "runs/cache", None)
@@ -176,4 +186,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -182,6 +182,8 @@ def _shown_name(model: str, measured: str) -> str:
 def write_comparison(folders: list[str], models: Path | None = None) -> None:
     """Write the files of the comparison, and print the page. `models` is as for `read_reference`."""
     reference, trials = read_reference(models), None
+    if absent := [folder for folder in folders if not is_remote(folder) and not Path(folder).is_dir()]:
+        raise UserError(f"{absent[0]}: doesn't exist")
     if open_store(folders[0]).stat(GRID_FILE) is not None:
         trials = read_sweep(folders[0])[1]
         scores = chosen_scores(trials)

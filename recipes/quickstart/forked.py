@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from biphasic.composer_import import composer_imported
 from biphasic.processes import die_with_parent
 
 CORES = len(os.sched_getaffinity(0))
@@ -31,9 +32,10 @@ THREADS = max(1, min(4, CORES // AT_ONCE))
 def import_libraries() -> None:
     """Import what most commands need. No tensor is computed here, since a fork can't use its parent's threads."""
     os.environ["OMP_NUM_THREADS"] = "1"  # of this process; each fork sets its own number
-    import biphasic.export.write
-    import biphasic.finetuning.run
-    import biphasic.training.recipe  # noqa: F401
+    with composer_imported():  # which keeps this process's handlers of signals
+        import biphasic.export.write
+        import biphasic.finetuning.run
+        import biphasic.training.recipe  # noqa: F401
 
     # Otherwise each fork's garbage collections would copy the memory of all imported modules.
     gc.collect()

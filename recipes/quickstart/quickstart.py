@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import forked
 from schedule import RUN, Schedule, Step
@@ -27,7 +28,8 @@ from schedule import RUN, Schedule, Step
 from biphasic.amounts import format_seconds
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import PREEMPTED
+from biphasic.errors import PREEMPTED, ConfigError
+from biphasic.processes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 HERE, MINI = "recipes/quickstart", "recipes/mini"
@@ -208,14 +210,27 @@ def make_steps(seed: int | None = None) -> list[Step]:
     return [*shared, *pretraining, *exports, *finetunings, *last]
 
 
+def _end(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` passes on one that its process group has too
+    sys.exit(PREEMPTED)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the steps that are missing or changed. Exit status: that of the first step that fails."""
+    """Run the steps that are missing or changed.
+
+    Exit status: that of the first step that fails; 130 after Ctrl-C, 75 after SIGTERM.
+    """
     parser = argparse.ArgumentParser(description="Text in, biphasic encoders out, and what the biphasic recipe gains.")
     parser.add_argument("--seed", type=int, help="of weights, order and masks; default: the YAMLs'")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))
-    start, steps = time.monotonic(), make_steps(options.seed)
+    signal.signal(signal.SIGTERM, _end)
+    start = time.monotonic()
+    try:
+        steps = make_steps(options.seed)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     folder = steps[-1].folder
     print(
         f"quickstart: text in, encoders out; {len(steps)} commands, {forked.AT_ONCE} at a time, 5 minutes on two "
@@ -223,8 +238,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         status = Schedule(steps).run()
-    except KeyboardInterrupt:
-        status = 130
+    except (KeyboardInterrupt, SystemExit) as end:
+        # While Composer is imported, its handlers exit with 128 + the signal.
+        status = PREEMPTED if getattr(end, "code", None) in (PREEMPTED, 128 + signal.SIGTERM) else INTERRUPTED
+        print("interrupted: the same command continues", file=sys.stderr)
     gc.unfreeze()  # otherwise extension modules report leaks at the end
     if status:
         return status

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,10 +269,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the pictures and the summary, then the report."""
+    """Write the report. Exit status 2 when something of a run is missing."""
     parser = argparse.ArgumentParser(description="Write the quickstart's report.")
     parser.add_argument("folder", type=Path, help="of the runs")
-    folder = parser.parse_args(arguments).folder
+    try:
+        write(parser.parse_args(arguments).folder)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(folder: Path) -> None:
+    """Write the pictures and the summary, then the report."""
     runs, scores, records = read_runs(folder), read(folder / "scores.json"), read_records(folder)
     labelling = read_labelling(folder / "sweep" / "report")
     store = open_store(str(folder))
@@ -301,7 +311,6 @@ def main(arguments: list[str] | None = None) -> int:
     page = "\n".join(parts)
     store.write("report.md", page.encode())
     store.write("report.html", html_page(page, pictures))
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from biphasic.training.metrics_file import parse_metrics
 
 RUN = Path("runs/quickstart")
 PROGRESS_SECONDS = 20.0
+_KEPT = {"checkpoints/*.json": "resumes from its newest checkpoint", "trials/**/*.json": "keeps its finished trials"}
+"""What an interrupted step may have finished, and what it does with it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class Schedule:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             step.log.unlink(missing_ok=True)
         elif any(path.exists() for path in step.makes):
-            self.say(step, "was interrupted; it resumes from its newest checkpoint")
+            kept = (text for pattern, text in _KEPT.items() if any(any(path.glob(pattern)) for path in step.makes))
+            self.say(step, f"was interrupted; it {next(kept, 'starts again')}")
         self.say(step, f"{step.description}\n        {shlex.join(step.command)}")
         number = self.steps.index(step) + 1
         record = {"fingerprint": content_hash, "number": number, "command": step.command}

@@ -6,6 +6,7 @@ python recipes/three_phases/steps.py runs/mini/three_phases/study
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -16,12 +17,15 @@ AROUND = 10
 """How many batches before and after a boundary are looked at."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the tables."""
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables. Exit status 2 when the folder has no run."""
     parser = argparse.ArgumentParser(description="Print step times by phase, and validation losses.")
     parser.add_argument("study", type=Path, help="a study's folder on this machine")
-    phases, boundaries, losses = [], [], []
-    for file in sorted(parser.parse_args(arguments).study.glob("*/metrics.jsonl")):
+    study, phases, boundaries, losses = parser.parse_args(arguments).study, [], [], []
+    if not (files := sorted(study.glob("*/metrics.jsonl"))):
+        print(f"{study}: has no run with a metrics.jsonl", file=sys.stderr)
+        return 2
+    for file in files:
         run, batches = file.parent.name, read_metrics(file)
         # The first step of a process has no time.
         seconds = {entry["batch"]: entry["time/step_seconds"] for entry in batches if "time/step_seconds" in entry}
@@ -42,7 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(markdown_table(["run", "phase", "steps", "median, s", "longest, s"], phases)))
     print("\n".join(markdown_table(["run", "first batch of a phase", "longest step near it", "medians"], boundaries)))
     print("\n".join(markdown_table(["run", "validation loss (MLM)"], losses)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder or Path(config.source.paths[0]).parent
     try:
         counts = gather(options.language, folder, config.validation_fraction)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{folder}: " + ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items()))

@@ -13,11 +13,11 @@ if [[ -e $work/language && $(<$work/language) != "$language" ]]; then
     echo "$work has the language $(<$work/language): remove this folder for $language" >&2
     exit 2
 fi
-mkdir -p $work
-echo "$language" >$work/language
 
 if [[ ! -e $work/data/conversion.json ]]; then
     python $here/gather.py "$language"
+    mkdir -p $work
+    echo "$language" >$work/language  # only now: a name that was mistyped isn't kept
     biphasic tokenizer $here/data.yaml --size 8192
 fi
 biphasic convert $here/data.yaml

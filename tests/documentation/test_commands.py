@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ PAGES = pages()
 # A YAML that stands for `FILE.yaml`, and for one of yours.
 STAND_INS = {
     "FILE.yaml": "yamls/210m_biphasic.yaml",
+    "runs/my-run/config.yaml": "yamls/210m_biphasic.yaml",
     "recipes/NAME/FILE.yaml": "recipes/clm_detour/pretrain.yaml",
 }
 JOBS_OF = {"convert": {"convert"}, "tasks": {"tasks"}, "tokenizer": {"convert"}, "show": {"pretrain"}}
@@ -204,3 +207,14 @@ def test_a_wrong_command_is_found(text: str, message: str, tmp_path: Path, monke
 
     with pytest.raises((AssertionError, ConfigError, UserError), match=re.escape(message)):
         check_page()
+
+
+def test_make_says_that_a_python_is_no_command(tmp_path: Path) -> None:
+    """Not that the environment has another Python, and has to be removed."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".ready").touch()
+    command = ["make", "env", "PYTHON=python9", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "make env: PYTHON=python9 is not a command" and "clean" not in done.stderr

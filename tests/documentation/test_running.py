@@ -38,7 +38,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/checkpoints.md": (
         {"model.preset=null": " ".join(f"model.{key}=null" for key in SIZE),
          "runs/210m-clm/": "runs/210m-42k/",
-         "runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"},
+         "runs/my-run": RUN, "config.yaml 1234 5678": "config.yaml 1 2"},
         ("biphasic watch",),  # it waits for a run's end; tests/test_watch.py
     ),
     "docs/data.md": (

@@ -145,6 +145,14 @@ def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.Captur
     assert len(list(csv.DictReader(io.StringIO((report / "against.csv").read_text())))) == 68
 
 
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sweep(tmp_path / "runs" / "sweep", ["610m-clm-42k"], lambda cell, name: (0.5, 0.5))
+    assert against.main([str(tmp_path / "paper"), str(tmp_path / "runs")]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"{tmp_path / 'paper'}: doesn't exist\n")
+    assert not (tmp_path / "paper").exists()
+
+
 def cells_of(*published: float) -> pd.DataFrame:
     lines = [f"a,IR,{100 * score},paper,no,,mldr,test,5e-05,{seed}" for seed, score in enumerate(published)]
     return reference_of(*lines, "a,IR,50,paper,yes,,,,,", "b,IR,40,paper,no,,mldr,test,5e-05,0")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,62 @@ def config_of(call: list[str]) -> JobConfig:
     at = next(index for index, part in enumerate(call) if part.endswith(".yaml"))
     assert call[0] == "biphasic" or (ROOT / call[1]).is_file()
     return load(ROOT / call[at], [part for part in call[at + 1 :] if "=" in part])
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("hard_negatives/mine.py", ["nope", "nope", "mined.parquet"]),
+        ("late_interaction/late_interaction.py", ["nope", "--pairs=nope"]),
+        ("measured.py", ["nope", "nope", "--record=x", "--hours=1"]),
+        ("mini/baselines.py", ["nope"]),
+        ("mini/make_tasks.py", ["nope"]),
+        ("mini/protocol_run.py", ["finetune", "protocol", "nope", "3"]),
+        ("mini/results.py", ["nope"]),
+        ("muon/compare.py", ["nope"]),
+        ("overlap/overlap.py", ["nope", "nope"]),
+        ("paper/against.py", ["nope"]),
+        ("quickstart/report.py", ["nope"]),
+        ("quickstart/score.py", ["nope", "--pairs=nope"]),
+        ("reranker/reranker.py", ["nope", "--pairs=nope"]),
+        ("sparse/sparse.py", ["nope", "--pairs=nope"]),
+        ("three_phases/steps.py", ["nope"]),
+        ("your_language/gather.py", ["nope"]),
+    ],
+)
+def test_a_folder_that_does_not_exist_is_said_in_a_line(
+    script: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [script, *arguments])
+    monkeypatch.setattr("sys.path", [str((ROOT / "recipes" / script).parent), *sys.path])
+    names = set(sys.modules)
+    try:
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "recipes" / script), run_name="__main__")
+    finally:
+        # Recipes have modules of the same name.
+        for name in set(sys.modules) - names:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "recipes")):
+                del sys.modules[name]
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and printed.err.count("\n") == 1 and "nope" in printed.err, printed.err
+    assert not printed.out and not list(tmp_path.iterdir())
+
+
+def test_a_decoder_that_does_not_exist_is_said_in_a_line(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    script = ROOT / "recipes/continue_decoder/run.sh"
+    done = subprocess.run([script, tmp_path / "nope"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nope" in done.stderr, done.stderr
 
 
 def test_the_steps_of_the_paper() -> None:

@@ -43,7 +43,8 @@ def test_negatives_are_those_of_a_brute_force_search(tmp_path: Path) -> None:
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     out = tmp_path / "mined.parquet"
-    recipe.main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), "--count", str(COUNT), "--depth", "60"])
+    options = ["--count", str(COUNT), "--depth", "60"]
+    assert recipe.main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), *options]) == 0
     encoder = load_encoder(str(tmp_path / "encoder"))
 
     def embed(role: str, text: str) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from biphasic.errors import UserError
 from helpers.tiny import ROOT
 
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -99,8 +98,12 @@ def test_a_run_that_differs(
 
 
 def test_an_empty_folder_is_missing_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path)
-    assert measured.main([str(recipe), str(tmp_path / "absent")]) == 1
+    recipe, run = write_recipe(tmp_path), tmp_path / "run"
+    assert measured.main([str(recipe), str(run)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"{run}: doesn't exist\n")
+    run.mkdir()
+    assert measured.main([str(recipe), str(run)]) == 1
     assert "2 of 2 numbers are not within the tolerance" in capsys.readouterr().out
 
 
@@ -109,13 +112,12 @@ def test_rounding_does_not_exceed_a_tolerance() -> None:
     assert [measured.verdict(0.3, 0.0, value) for value in (0.3, 0.3001)] == ["ok", "differs"]
 
 
-def test_a_new_row_has_the_values_of_the_run(tmp_path: Path) -> None:
+def test_a_new_row_has_the_values_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss=3.5, score=0.9)
     arguments = [str(recipe), str(run), "--record", "4 cores", "--hours", "0.5"]
-    with pytest.raises(
-        UserError, match=r"has no tokens_per_second \(run/metrics.jsonl: throughput/mlm/tokens_per_second"
-    ):
-        measured.main(arguments)
+    assert measured.main(arguments) == 2
+    missing = "has no tokens_per_second (run/metrics.jsonl: throughput/mlm/tokens_per_second)\n"
+    assert capsys.readouterr().err == f"{run}: {missing}"
     with (run / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"batch": 2, "time": 1, "throughput/mlm/tokens_per_second": 20_000.0}) + "\n")
     assert measured.main(arguments) == 0

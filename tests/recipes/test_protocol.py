@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -298,6 +299,29 @@ def test_public_sets_are_divided_and_reformatted(tmp_path: Path) -> None:
         assert [[each["id"] for each in article["paragraphs"][0]["qas"]] for article in data] == [["a"]] * count
     assert json.loads((scifact / "pairs.jsonl").read_text()) == {"query": "claim", "positive": "Title One. Two."}
     assert (scifact / "test_qrels.tsv").read_text() == "query-id\tcorpus-id\tscore\n2\t7\t1\n"
+
+
+def test_the_script_says_what_it_needs_and_which_log_to_read(tmp_path: Path) -> None:
+    (tmp_path / "recipes" / "mini").mkdir(parents=True)
+    script = shutil.copy(MINI / "protocol.sh", tmp_path / "recipes" / "mini")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho why\nexit 2\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+
+    def call(*arguments: str) -> tuple[int, str]:
+        path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+        done = subprocess.run([script, *arguments], env=path, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    usage = 2, "usage: protocol.sh protocol|longer|ratios FOLDER SEED...\n"
+    assert call() == call("protocol", "runs/mini") == call("protocols", "runs/mini", "3") == usage
+    assert call("protocol", "runs/mini", "3") == (2, "runs/mini: has no folder text; see recipes/mini/protocol.md\n")
+    assert not (tmp_path / "runs").exists()
+    for name in ("text", "data", "tasks", "public"):
+        (tmp_path / "runs" / "mini" / name).mkdir(parents=True)
+    says = "seed 3: pretrain failed, and runs/mini/protocol/seed3.log says why; the same command resumes\n"
+    assert call("protocol", "runs/mini", "3") == (1, says)
+    assert (tmp_path / "runs" / "mini" / "protocol" / "seed3.log").read_text() == "why\n"
 
 
 @pytest.mark.parametrize("study", ["protocol", "ratios", "longer"])

@@ -245,7 +245,7 @@ sys.exit(quickstart.main([]))
     mended = drive()
     assert mended.returncode == 0
     assert "one: done before and unchanged" in mended.stdout
-    assert "two: was interrupted" in mended.stdout
+    assert "two: was interrupted; it starts again" in mended.stdout  # it has no checkpoint
     assert "the scores\nreport: runs/quickstart/report.html, report.md (" in mended.stdout
     assert (one.read_text(), two.read_text()) == ("x", "xx")
 
@@ -255,6 +255,42 @@ sys.exit(quickstart.main([]))
     source.write_text("2")
     assert drive().returncode == 0
     assert (one.read_text(), two.read_text()) == ("x", "x")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_to_the_process_group_ends_it_in_one_line(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    for name in ("src", "yamls", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "job.py").write_text("import time\nopen('started', 'w')\ntime.sleep(300)\n")
+    # With the real imports, since Composer's replaces the handlers of these signals.
+    (tmp_path / "drive.py").write_text(f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(RECIPE)!r})
+import quickstart
+quickstart.ROOT = Path({str(tmp_path)!r})
+real = quickstart.forked.import_libraries
+quickstart.forked.import_libraries = lambda: (real(), Path("imported").touch())
+quickstart.make_steps = lambda seed: [
+    quickstart.Step("job", "sleeps", ["python", "job.py"], [Path("started")], [], resumes=True)
+]
+sys.exit(quickstart.main([]))
+""")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.Popen(
+        [sys.executable, tmp_path / "drive.py"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "imported").exists() and (tmp_path / "started").exists()):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(run.pid, number)
+    if number == signal.SIGTERM:
+        os.kill(run.pid, number)  # `make` passes it on
+    _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (status, "interrupted: the same command continues\n")
+    assert "spent" in json.loads((tmp_path / "runs" / "quickstart" / "steps" / "job.json").read_text())
 
 
 def test_fine_tuning_reads_every_package_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_the_study_runs_small(folder: Path, capsys: pytest.CaptureFixture[str]) 
     batches = sum(count_batches(Path(study.local_folder, name, "metrics.jsonl")) for name in started)
     assert started == list(study.models) and batches == 12 + 4 + 4
     capsys.readouterr()
-    steps.main([str(folder / "three_phases" / "study")])
+    assert steps.main([str(folder / "three_phases" / "study")]) == 0
     printed = capsys.readouterr().out
     assert "| half | 0 | 4 |" in printed and "| half | 2 | 4 |" in printed and "| files | 2 | 3 |" in printed
     assert "| half | 5 |" in printed and "| half | 8 |" in printed
@@ -136,7 +136,7 @@ def test_the_longest_step_near_a_boundary(tmp_path: Path, capsys: pytest.Capture
     lines[-1]["metrics/mlm/loss"] = 2.0
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    steps.main([str(tmp_path)])
+    assert steps.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| run | 0 | 20 | 0.100 | 0.900 |" in printed
     assert "| run | 20 | 23 | 2.50 |" in printed

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -82,3 +86,13 @@ def test_documents_pairs_and_a_test_set(
 def test_a_language_with_little_text_is_refused(recipe: ModuleType, places: tuple[Path, ...], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="language yy: the message catalogues on this machine have 7 characters"):
         recipe.gather("yy", tmp_path, FRACTION, places)
+
+
+def test_a_mistyped_language_is_not_kept(tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "recipes" / "your_language", tmp_path / "recipes" / "your_language")
+    (tmp_path / "yamls").symlink_to(ROOT / "yamls")
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([folder / "run.sh", "xx"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("language xx: "), done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,26 @@ def anomalous_batches(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("value", "loss"), [(float("nan"), False), (float("inf"), False), (float("nan"), True)])
-def test_the_run_stops_before_the_weights_change(write_yaml: Write, spoil: Any, value: float, loss: bool) -> None:
+def test_the_run_stops_before_the_weights_change(
+    write_yaml: Write, spoil: Any, value: float, loss: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     uninterrupted = train(config_of(write_yaml("uninterrupted")))
     spoil({7}, value, loss)
     path = write_yaml("spoiled")
     quantity = "loss" if loss else "gradient's norm"
     with pytest.raises(
         UserError, match=rf"^batch 7: the {quantity} is not a finite number; the batch didn't change the weights"
-    ):
+    ) as error:
         train(config_of(path))
     folder = Path(config_of(path).output) / "spoiled"
     [line] = anomalous_batches(folder)
     assert line["batch"] == 7 and line["anomaly"] == "not finite" and len(line["rows"]) == 8
+    # The message names the run's own YAML, which has its overrides.
+    command = re.search(r"`biphasic (show .+?)`", str(error.value))
+    assert command is not None and f"{folder}/config.yaml" in command[1]
+    capsys.readouterr()
+    assert main(command[1].split()) == 0
+    assert capsys.readouterr().out.startswith(f"=== row {line['rows'][0]}: ")
     # It resumes from the checkpoint before that batch.
     spoil(set(), 0.0)
     train(config_of(path))

@@ -19,7 +19,7 @@ ANOMALOUS_BATCHES = "anomalous_batches.jsonl"
 _THRESHOLD, _WINDOW, _MIN_LOSSES = 1.5, 100, 20
 
 
-def _phase(batch: Any) -> int | None:
+def phase_of(batch: Any) -> int | None:
     """Return the phase of a batch; None in fine-tuning, which has no phases."""
     return step_of(batch).phase if "step" in batch else None
 
@@ -27,7 +27,7 @@ def _phase(batch: Any) -> int | None:
 class AnomalyLog:
     """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
-    `biphasic show FILE.yaml ID ...` prints the rows' text.
+    `biphasic show FOLDER/config.yaml ID ...` prints the rows' text; another YAML may have other data.
     """
 
     def __init__(self, folder: Path):
@@ -40,7 +40,7 @@ class AnomalyLog:
         row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
         if is_first_rank():
             batch = int(state.timestamp.batch) if batch is None else batch
-            phase = _phase(rows)
+            phase = phase_of(rows)
             when = {"batch": batch, "epoch": int(state.timestamp.epoch), **({} if phase is None else {"phase": phase})}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
@@ -60,7 +60,7 @@ class SpikeDetector(Callback):
         self._phase = -1
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        phase = _phase(state.batch) or 0
+        phase = phase_of(state.batch) or 0
         if phase != self._phase:
             self._phase = phase
             self._losses.clear()

@@ -42,9 +42,9 @@ from torchmetrics import MeanMetric, Metric
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.batch import Batch, segments_of, step_of
-from biphasic.training.anomalies import AnomalyLog
+from biphasic.training.anomalies import AnomalyLog, phase_of
 
-RESUME_ADVICE = "Start again to resume from the newest checkpoint; "
+RESUME_ADVICE = "`biphasic show {config} {row}` prints its text. Start again to resume from the newest checkpoint; "
 
 
 def data_spec(batches: Iterable[Any]) -> DataSpec:
@@ -113,7 +113,8 @@ class GradientGuard(Algorithm):
     as they were before it. The ids of the batch's rows are written to `anomalies`.
 
     Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, including this
-    batch. A `clip_norm` of None means no clipping. `advice` is the start of the error message's advice.
+    batch. A `clip_norm` of None means no clipping. `advice` is the start of the error message's advice, with
+    places for the run's `config` and a `row`.
     """
 
     def __init__(self, clip_norm: float | None, max_skipped: int, anomalies: AnomalyLog, advice: str = RESUME_ADVICE):
@@ -149,10 +150,12 @@ class GradientGuard(Algorithm):
             optimizer.zero_grad(set_to_none=True)
         row_ids = self.anomalies.write(state, {"anomaly": "not finite", "quantity": quantity, "norm": str(norm)})
         if self.skipped > self.max_skipped:
+            phase, config = phase_of(state.batch), self.anomalies.file.with_name("config.yaml")
+            advice = self.advice.format(config=config, row=f"{row_ids[0]}{f' --phase {phase}' if phase else ''}")
             before = f" ({self.max_skipped} skipped before)" if self.max_skipped else ""
             raise UserError(
                 f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the batch didn't "
-                f"change the weights. The ids of its rows are in {self.anomalies.file} (first: {row_ids[0]}). {self.advice}"
+                f"change the weights. The ids of its rows are in {self.anomalies.file} (first: {row_ids[0]}). {advice}"
                 "optimizer.max_skipped_batches: N skips up to N such batches, and a smaller optimizer.lr or clip_norm may "
                 "prevent them"
             )
