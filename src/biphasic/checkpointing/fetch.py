@@ -93,9 +93,9 @@ def fetch_branch_point(downloads: Path, guard: ResumeGuard, ranks: RankGroup) ->
 def local_checkpoint(path: str, local_folder: Path) -> str:
     """Return the local path of a checkpoint, downloading it if necessary. For a single process.
 
-    `path` is a local path or URL of a checkpoint (`ba18000-rank0.pt` or `ep0-ba18000`), or of a folder that a run saves to,
-    or a run's folder; of these the newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a UserError if
-    there is no complete checkpoint, or if it is damaged or can't be read.
+    `path` is a local path or URL of a checkpoint (`ba18000-rank0.pt` or `ep0-ba18000`), or of a run's folder or one that it
+    saves to, whose newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a
+    UserError if there is no complete checkpoint, or if it is damaged or can't be read.
     """
     with _explained(path):
         batch = batch_in_path(path)

@@ -53,8 +53,8 @@ def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
 def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> Grid:
     """Return the grid with the names of all trials. Reads the model and data files.
 
-    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError (Missing, if nothing else is wrong) that
-    lists all missing models and datasets, or sets without a validation split to choose among rates by.
+    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError that lists all missing models and
+    datasets (Missing, if nothing else is wrong), or sets without a validation split to choose among rates by.
     """
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
