@@ -190,14 +190,16 @@ def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path
         prepare_task("conll2003", config_of(sets, tmp_path, "tasks.conll2003.label_names=null"))
     # Named in another order than numbered: BIO breaks everywhere.
     wrong = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC, B-MISC, I-MISC]"
-    with pytest.raises(UserError, match=r"the first: .* row 1: I-PER follows O"):
+    with pytest.raises(UserError, match=r"the first: .* row 1, .*: I-PER follows O"):
         prepare_task("conll2003", config_of(sets, tmp_path, f"tasks.conll2003.label_names={wrong}"))
 
 
 def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str, str], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "qrels.jsonl", [{"query-id": "1", "corpus-id": str(at), "score": 1} for at in (1, 999)])
     task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
-    with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2: its document is not in the corpus"):
+    with pytest.raises(
+        UserError, match=r"qrels/test: 1 of 2 rows .* number 2, id '999': its document is not in the corpus"
+    ):
         prepare_task("it", one_task(tmp_path, task))
     # Its queries and corpus are written already: the next preparation may remove them.
     assert prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1

@@ -64,6 +64,8 @@ class Table:
     columns: list[str]
     commit: str | None
     """Commit on the hub; None for local data."""
+    is_drawn: bool = False
+    """Whether the rows were drawn from the split, in another order than its own."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -83,10 +85,17 @@ class Table:
             try:
                 yield from make(*values)
             except (InvalidRow, UnusedRow) as error:
-                yield type(error)(error.args[0], f"{self.source}, row {number}")
+                yield type(error)(error.args[0], self._place(number, values))
             except (TypeError, ValueError, LookupError, AttributeError) as error:
                 problem = f"a value has an unexpected type ({type(error).__name__}: {first_line(error)})"
-                yield InvalidRow(problem, f"{self.source}, row {number}")
+                yield InvalidRow(problem, self._place(number, values))
+
+    def _place(self, number: int, values: tuple[Any, ...]) -> str:
+        """Return where a row is found: by its number in one file, and otherwise by its content."""
+        if not self.is_drawn and os.path.isfile(self.source):
+            return f"{self.source}, row {number}"
+        content = json.dumps(dict(zip(self.columns, values, strict=True)), ensure_ascii=False, default=str)
+        return f"{self.source}, {'a row' if self.is_drawn else f'row {number}'}, {content:.100}"
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""
@@ -101,7 +110,7 @@ class Table:
         if len(self) < 2:
             raise UserError(f"{self.source}: {len(self)} rows are too few to take a validation split from")
         split = self.rows.train_test_split(train_size=first, seed=seed)
-        return replace(self, rows=split["train"]), replace(self, rows=split["test"])
+        return tuple(replace(self, rows=split[part], is_drawn=True) for part in ("train", "test"))  # pyright: ignore
 
 
 def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Table:
