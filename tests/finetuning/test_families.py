@@ -204,6 +204,7 @@ def test_bad_input_is_refused_in_one_line(toy: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     fails("sst2", "has no task.json", task__data=str(tmp_path))
+    fails("sst2", "sst: there is no such folder: expected one that", task__data=str(sets / "sst"))
     fails("sst2", "is a dataset of kind tokens; expected classification", task__data=str(sets / "conll2003"))
     fails("sst2", "has no dev", task__validation="dev")
     fails("sst2", "has single texts", task__text="{text} {text_pair}")
