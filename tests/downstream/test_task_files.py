@@ -214,7 +214,7 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         ({"files": {"train": ["{tmp}/empty.jsonl"]}}, "{tmp}/empty.jsonl: is empty (0 bytes)"),
         (
             {"files": {"train": ["{tmp}/rows.jsonl"]}},
-            "{tmp}/rows.jsonl: has no column 'tokens' (it has: text); expected tokens, tags",
+            "{tmp}/rows.jsonl: has no column 'tokens' (it has: text); set tokens_column",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.formats import COLUMN_FILES, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import glob_pattern
+from biphasic.storage import glob_pattern, user_error
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -113,10 +113,13 @@ class Table:
         return tuple(replace(self, rows=split[part], is_drawn=True) for part in ("train", "test"))  # pyright: ignore
 
 
-def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Table:
+def open_table(
+    config: DatasetConfig, split: str, columns: Sequence[str], keys: Mapping[str, str] | None = None
+) -> Table:
     """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
 
-    Raises a UserError if the dataset, configuration, split, file or a column does not exist or can't be read.
+    `keys` are the keys that name the columns, for messages. Raises a UserError if the dataset, configuration, split, file
+    or a column does not exist or can't be read.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -142,11 +145,12 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Tab
             cause = cause.__cause__
         is_script = "Dataset scripts are no longer supported" in str(cause)
         advice = ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml"
-        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice * is_script}") from error
+        raise user_error(f"{source}: can't be read ({first_line(cause)}){advice * is_script}", error) from error
     names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
     if missing := [column for column in columns if column not in names]:
-        has, expected = ", ".join(names), ", ".join(columns)
-        raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); expected {expected}")
+        has, key = ", ".join(names), (keys or {}).get(missing[0])
+        advice = f"set {key}" if key else f"expected {', '.join(columns)}"
+        raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); {advice}")
     return Table(rows, source, list(columns), commit)
 
 
