@@ -25,7 +25,4 @@ def test_a_missing_task_is_said_before_pytorch_is_imported(tmp_path: Path) -> No
         code = f"import sys; from biphasic import commands, main; {command}; print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
         assert done.stdout == "False\n", done.stderr
-        assert (
-            done.stderr
-            == "nothing: has no task.json: make it with `biphasic tasks` (a folder without this file isn't complete)\n"
-        )
+        assert done.stderr == "task.data nothing: there is no such folder: expected one that `biphasic tasks` made\n"

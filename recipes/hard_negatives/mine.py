@@ -62,6 +62,7 @@ def mine(options: argparse.Namespace) -> None:
         output_scores=True,
         query_prompt=model.prompts.get("query"),
         corpus_prompt=model.prompts.get("document"),
+        verbose=False,  # its advice names options that are not here
         use_multi_process=torch.cuda.device_count() > 1,
     ).to_dict()
     negatives = zip(*(mined[f"negative_{number}"] for number in range(1, options.count + 1)), strict=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,20 @@ def test_csv_with_bad_rows(tmp_path: Path) -> None:
         UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"
     ):
         read(file)
+
+
+@pytest.mark.parametrize(
+    ("ending", "separator"), [("csv", ";"), ("csv", "\t"), ("csv", "|"), ("tsv", ";"), ("tsv", ",")]
+)
+def test_a_table_with_another_separator_is_refused(tmp_path: Path, ending: str, separator: str) -> None:
+    """Also with the name of its one column, which would make whole lines texts."""
+    file, header = tmp_path / f"a.{ending}", separator.join(["ID", "text", "Lang"])
+    file.write_text("\n".join([header, separator.join(["1", "hello, you", "en"])]))
+    expected = "commas between the columns of a .csv file" if ending == "csv" else "tabs in a .tsv file"
+    message = f"a.{ending}, line 1: has one column, {header!r}; expected {expected}, found {separator!r}"
+    for text in ("text", header):
+        with pytest.raises(UserError, match=re.escape(message)):
+            read(file, text=text)
 
 
 def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from biphasic.config.convert import ConvertConfig
@@ -96,6 +98,30 @@ def test_a_text_of_one_document_stops_before_any_work(config_for: Make, tmp_path
 def test_a_tokenizer_is_trained_without_the_validation_document(config_for: Make, tmp_path: Path) -> None:
     config = config_for(sentences(20), validation_fraction=1e-6)
     assert train_tokenizer(config, tmp_path / "trained", size=300).documents == 19
+
+
+@pytest.mark.parametrize(
+    ("name", "on_bad_file", "message"),
+    [
+        ("a.txt", "stop", r"a\.txt: is empty \(0 bytes\); restore the file"),
+        ("a.txt", "skip", "^source: expected documents; the source's files hold none$"),
+        ("a.parquet", "stop", "^source: expected documents; the source's files hold none$"),
+    ],
+)
+def test_a_source_without_text_leaves_the_output_free(
+    config_for: Make, tmp_path: Path, name: str, on_bad_file: str, message: str
+) -> None:
+    (tmp_path / "source").mkdir()
+    if name == "a.txt":
+        (tmp_path / "source" / name).touch()
+    else:
+        pq.write_table(
+            pa.table({"id": pa.array([], "string"), "text": pa.array([], "string")}), tmp_path / "source" / name
+        )
+    config = config_for(str(tmp_path / "source"), on_bad_file=on_bad_file)
+    with pytest.raises(UserError, match=message):
+        convert(config)
+    assert not Path(config.output).exists()
 
 
 def test_a_text_without_documents_stops_before_any_work(config_for: Make, tmp_path: Path) -> None:

@@ -225,6 +225,21 @@ def test_csv_is_quoted(tmp_path: Path) -> None:
     assert refused(tmp_path / "narrow", TEXT, path).startswith(f"{path}:2: has 1 fields; expected 2, as before")
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_file_with_another_separator_is_refused(tmp_path: Path, separator: str) -> None:
+    """Also where commas in its texts make rows of another width."""
+    path, header = tmp_path / "train.csv", f"sentence{separator}label"
+    path.write_text(f"{header}\none, two{separator}1\n")
+    expected = f"{path}:1: has one column, {header!r}; expected commas between the columns of a .csv file"
+    assert refused(tmp_path, TEXT, path) == f"{expected}, found {separator!r}"
+    path.write_text(f"{header}\none{separator}1\n")
+    assert "expected commas" in refused(tmp_path, {**TEXT, "text_column": header}, path)
+    # Without a header, a text may have any of these.
+    path.write_text("a; b\n")
+    topics = {**TEXT, "label_names": ["a; b"], "text_column": "label"}
+    assert prepared(tmp_path, topics, path, columns=["label"])[1][0]["text"] == "a; b"
+
+
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
 def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
     """As AG News."""

@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Sequence
 
-from biphasic.config.load import load
+from biphasic.commands import main
+from biphasic.config.load import dump, load
 from biphasic.config.tasks import TasksConfig
+from biphasic.downstream import tables
 from biphasic.downstream.prepare import finished_record, plan_tasks, prepare_task
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
@@ -190,14 +193,16 @@ def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path
         prepare_task("conll2003", config_of(sets, tmp_path, "tasks.conll2003.label_names=null"))
     # Named in another order than numbered: BIO breaks everywhere.
     wrong = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC, B-MISC, I-MISC]"
-    with pytest.raises(UserError, match=r"the first: .* row 1: I-PER follows O"):
+    with pytest.raises(UserError, match=r"the first: .* row 1, .*: I-PER follows O"):
         prepare_task("conll2003", config_of(sets, tmp_path, f"tasks.conll2003.label_names={wrong}"))
 
 
 def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str, str], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "qrels.jsonl", [{"query-id": "1", "corpus-id": str(at), "score": 1} for at in (1, 999)])
     task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
-    with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2: its document is not in the corpus"):
+    with pytest.raises(
+        UserError, match=r"qrels/test: 1 of 2 rows .* number 2, id '999': its document is not in the corpus"
+    ):
         prepare_task("it", one_task(tmp_path, task))
     # Its queries and corpus are written already: the next preparation may remove them.
     assert prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
@@ -207,10 +212,13 @@ def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path:
     overrides = [*(f"{key}={place}" for key, place in sets.items()), f"output={tmp_path}"]
     broken = f"tasks.qqp.source.path={tmp_path / 'nothing'}"
     command = run([str(YAML), "sst2", "qqp", "squad", *overrides, broken])
-    assert command.returncode == 1
+    assert command.returncode == 2
     assert "Traceback" not in command.stderr
+    both = command.stdout + command.stderr
+    assert both.count(str(tmp_path / "nothing")) == 2  # in the plan's line of its source, and as the fault
+    assert f"\nqqp: {tmp_path / 'nothing'}: there is no such file or folder\n" in f"\n{command.stderr}"
     assert sorted(path.parent.name for path in tmp_path.glob(f"*/{TASK_RECORD}")) == ["squad", "sst2"]
-    assert "1 of 3 tasks failed (qqp); the same command tries them again" in command.stderr
+    assert "1 of 3 tasks failed (qqp): change what the messages name first" in command.stderr
     planned = run([str(YAML), "sst2", "qqp", *overrides, broken, "--plan"])
     assert planned.returncode == 2, planned.stderr
     sst2, qqp, problem = planned.stdout.splitlines()[1:]
@@ -222,6 +230,37 @@ def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path:
     )
     unknown = run([str(YAML), "sst3", *overrides])
     assert unknown.returncode == 2 and unknown.stderr.startswith("no task 'sst3' (there are: sst2, mnli")
+
+
+def test_a_missing_column_is_named_with_task_and_key(tmp_path: Path) -> None:
+    """The task is named too if its name is that of the folder with its data."""
+    (tmp_path / "it").mkdir()
+    rows = jsonl(tmp_path / "it" / "rows.jsonl", [{"body": "a", "label": 0}])
+    task = {"kind": "classification", "text_column": "text", "source": {"files": {"all": [rows]}}}
+    task |= {"splits": {"test": "all"}}
+    (tmp_path / "tasks.yaml").write_text(dump(one_task(tmp_path, task)))
+    command = run([str(tmp_path / "tasks.yaml")])
+    expected = "has no column 'text' (it has: body, label); set text_column"
+    assert command.returncode == 2 and f"it: {rows}: {expected}\n" in command.stderr
+    table = {"files": [rows]}
+    retrieval = {"kind": "retrieval", "corpus": table, "queries": [table], "qrels": {"test": table}}
+    with pytest.raises(UserError, match=r"has no column 'query-id' .*; set query_column"):
+        prepare_task("it", one_task(tmp_path / "retrieval", retrieval))
+
+
+def test_a_task_that_a_later_start_may_prepare(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside one that needs a change: the same command does something, so the status is 1."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the hub is gone")
+
+    monkeypatch.setattr(tables, "_load", fail)
+    overrides = [*(f"{key}={place}" for key, place in sets.items()), f"output={tmp_path}"]
+    broken = f"tasks.qqp.source.path={tmp_path / 'nothing'}"
+    assert main(["tasks", str(YAML), "sst2", "qqp", *overrides, broken]) == 1
+    assert "2 of 2 tasks failed (qqp, sst2); the same command tries them again" in capsys.readouterr().err
 
 
 def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
@@ -262,8 +301,8 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {
         "rajpurkar/squad": commits[1]
     }
-    assert refused.returncode == 1 and "give `revision: refs/convert/parquet` and its `files` there" in refused.stderr
-    assert missing.returncode == 1
+    assert refused.returncode == 2 and "give `revision: refs/convert/parquet` and its `files` there" in refused.stderr
+    assert missing.returncode == 2
     assert missing.stderr.startswith("sst2: nyu-mll/glue, sst2, train: can't be read (")
 
 

@@ -124,6 +124,20 @@ def test_invalid_rows_are_left_out(
     assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
 
 
+def test_an_invalid_row_is_shown_where_its_number_leads_nowhere(tmp_path: Path) -> None:
+    """A pattern names no file, and the rows of a drawn validation split are in another order."""
+    rows = [{"text": None if at == 37 else f"ticket {at}", "label": at % 2, "id": str(at)} for at in range(40)]
+    for part in (0, 1):
+        jsonl(tmp_path / f"{part}.jsonl", rows[part * 20 : part * 20 + 20])
+    task = {**LABELS, "source": {"files": {"all": [str(tmp_path / "*.jsonl")]}}, "id_column": "id"}
+    shown = """{"text": null, "label": 1, "id": "37"}: text_column 'text' is empty"""
+    for split, place in (("test", "row 38"), ("train", "a row")):
+        config = one_task(tmp_path / split, {**task, "splits": {split: "all"}}, validation_fraction=0.5)
+        with pytest.raises(UserError) as stopped:
+            prepare_task("it", config)
+        assert str(stopped.value).endswith(f"; the first: {tmp_path}/*.jsonl, {place}, {shown}")
+
+
 @pytest.mark.parametrize(
     ("table", "column", "values", "why"),
     [
@@ -200,7 +214,7 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         ({"files": {"train": ["{tmp}/empty.jsonl"]}}, "{tmp}/empty.jsonl: is empty (0 bytes)"),
         (
             {"files": {"train": ["{tmp}/rows.jsonl"]}},
-            "{tmp}/rows.jsonl: has no column 'tokens' (it has: text); expected tokens, tags",
+            "{tmp}/rows.jsonl: has no column 'tokens' (it has: text); set tokens_column",
         ),
     ],
 )

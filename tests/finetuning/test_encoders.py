@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def test_a_checkpoint_of_pretraining(write_yaml: Write, toy: Path, tmp_path: Pat
     changes = {"schedule": {}, "objective": {"phases": [{"name": "mlm"}]}}
     folder = train(pretraining(write_yaml(max_duration="2ba", **changes)))
     checkpoint = folder / "checkpoints" / "ba2-rank0.pt"
+    for place in (folder, folder / "checkpoints"):
+        with pytest.raises(
+            UserError, match=re.escape(f"{place}: holds checkpoints; expected one of them, such as {checkpoint},")
+        ):
+            load_encoder(str(place))
     encoder = load_encoder(str(checkpoint))
     assert (encoder.text_tokenizer.prefix, encoder.text_tokenizer.suffix, encoder.text_tokenizer.max_length) == (
         (),

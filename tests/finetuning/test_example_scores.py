@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_recorded_scores_are_those_of_the_predictions(name: str, toy: Path, tmp_
         different = sum(example["a"] != example["b"] for example in row["by_example"])
         assert len(changed) == min(different, 10)
         assert all(f"  {example['id']}: " in describe(report) for example in changed)
+    copied = shutil.copytree(folders[0], tmp_path / "copied")
+    assert "changed most" not in describe(compare(models[0], read_scored_model(str(copied))))
     # A run without its files of predictions.
     for file in (folders[0] / "predictions").glob("*.parquet"):
         file.unlink()

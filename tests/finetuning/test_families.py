@@ -135,12 +135,18 @@ def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest
         [result] = record["results"]
         assert f"{name}: validation {result['metric']} {result['validation']:.4f}" in capsys.readouterr().out
         card = (folder / "model" / "README.md").read_text()
-        assert f"{result['test']:.4f} (test)" in card
+        assert f"{result['test']:.4f} (test)" in card and f"| {record['about']['loss']:.4f} |" in card
         assert score_exported(folder / "model", name, toy) == result["test"], name
         run(config)
         assert "already fine-tuned" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds another fine-tuning"):
-        run(config_of("squad", toy / "tasks", toy / "start", tmp_path, seed=5, max_duration="30ba", save_model=True))
+    options = {"max_duration": "30ba", "save_model": True, "seed": 5}
+    with pytest.raises(UserError, match=rf"holds another fine-tuning \(seed: {config.seed}, now 5\): choose another"):
+        run(config_of("squad", toy / "tasks", toy / "start", tmp_path, **options))
+    options |= {"max_duration": "20ba", "warmup": "1ba", "optimizer__lr": 3e-4}
+    with pytest.raises(
+        UserError, match=r"holds another fine-tuning \((.*: .*, now .*; ){3}and others\): choose another"
+    ):
+        run(config_of("squad", toy / "tasks", toy / "start", tmp_path, **options))
 
 
 def test_other_label_names_are_another_fine_tuning(toy: Path, tmp_path: Path) -> None:
@@ -151,7 +157,7 @@ def test_other_label_names_are_another_fine_tuning(toy: Path, tmp_path: Path) ->
     record = tmp_path / "sst2" / "task.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "label_names": content["label_names"][::-1]}))
-    with pytest.raises(UserError, match="holds another fine-tuning"):
+    with pytest.raises(UserError, match=r"holds another fine-tuning \(the files of its model or data have changed\)"):
         run(config)
     # A record of an earlier version has no names.
     file = config.run_folder / "record.json"
@@ -204,6 +210,7 @@ def test_bad_input_is_refused_in_one_line(toy: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     fails("sst2", "has no task.json", task__data=str(tmp_path))
+    fails("sst2", "sst: there is no such folder: expected one that", task__data=str(sets / "sst"))
     fails("sst2", "is a dataset of kind tokens; expected classification", task__data=str(sets / "conll2003"))
     fails("sst2", "has no dev", task__validation="dev")
     fails("sst2", "has single texts", task__text="{text} {text_pair}")

@@ -50,7 +50,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
     job_plan = plan_finetuning(config_of(f"task.data={tmp_path}"), 1)
     assert job_plan.missing == [
         "model.path runs/encoder: there is no such folder",
-        f"data {tmp_path}: there is no task.json: prepare it with biphasic tasks",
+        f"task.data {tmp_path}: there is no task.json: prepare it with biphasic tasks",
     ]
     assert "\n  MISSING        model.path runs/encoder" in job_plan.describe()
 
@@ -58,4 +58,6 @@ def test_what_is_missing(tmp_path: Path) -> None:
 def test_data_of_another_kind(toy: Path) -> None:
     data = toy / "tasks" / "squad"
     job_plan = plan_finetuning(config_of(f"model.path={toy / 'start'}", f"task.data={data}"), 1)
-    assert job_plan.problems == [f"{data}: is a dataset of kind question_answering; expected classification"]
+    assert job_plan.problems == [
+        f"task.data {data}: is a dataset of kind question_answering; expected classification, the task.kind"
+    ]

@@ -130,7 +130,7 @@ def test_a_set_s_own_file_is_read(
         assert [len(row["predicted"]) for row in rows] == [2, 1]
         Path("text.jsonl").write_text('{"tokens": "w1 w25"}\n')
         assert main(["predict", str(folder / "model"), "text.jsonl"]) == 2
-        assert "row 0: tokens is not a list of words: 'w1 w25'" in capsys.readouterr().err
+        assert "row 1: tokens is not a list of words: 'w1 w25'" in capsys.readouterr().err
     elif name == "squad":
         question = {"id": "a", "question": "w1 w2", "answers": []}
         content = {"data": [{"paragraphs": [{"context": "w5 w6 w7", "qas": [question]}]}]}
@@ -155,8 +155,8 @@ def test_mistakes_are_named(
     for arguments, message in (
         ([model, "other.jsonl"], "has no column 'text' (it has: sentence)"),
         ([model, "none.jsonl"], "none.jsonl: there is no such file"),
-        ([model, "null.jsonl"], "null.jsonl: row 1 has no text"),
-        ([model, "number.jsonl"], "number.jsonl: row 0: text is not text: 5"),
+        ([model, "null.jsonl"], "null.jsonl: row 2 has no text"),
+        ([model, "number.jsonl"], "number.jsonl: row 1: text is not text: 5"),
         ([model, "null.jsonl", "--out", "x.csv"], "expected a name that ends with .jsonl or .parquet"),
         (["nowhere/model", "null.jsonl"], "nowhere/model"),
     ):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from biphasic.amounts import format_bytes
 from biphasic.commands.next_step import after_conversion, after_tasks
 from biphasic.commands.parser import argument, command, count, file_arguments, local_path, positive
 from biphasic.commands.plan import print_job_plan
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
+from biphasic.ranks import FAILED, REFUSED
 from biphasic.storage import is_remote, join
 from biphasic.storage.hub import is_local_path
 
@@ -180,7 +182,7 @@ def show(options: Namespace) -> int:
 def tasks(options: Namespace) -> int:
     """Prepare downstream datasets in the schemas that fine-tuning reads.
 
-    The exit status is 1 if a task failed; the same command tries it again.
+    The exit status is 1 if a task failed that the same command may do later, 2 if something must be changed first.
     """
     from biphasic.config.load import load_job
     from biphasic.config.tasks import TasksConfig
@@ -192,19 +194,23 @@ def tasks(options: Namespace) -> int:
     plan = plan_tasks(config, names)
     if options.plan:
         return print_job_plan(plan)
-    print(plan.describe())
+    faults = [*plan.problems, *plan.missing]
+    print(replace(plan, problems=[], missing=[]).describe())
+    print(*(f"{fault}\n" for fault in faults), sep="", end="", file=sys.stderr, flush=True)
     from biphasic.downstream.prepare import prepare_task
 
-    failed = []
-    for name in names:
+    failed = dict.fromkeys((fault.partition(":")[0] for fault in faults), REFUSED)
+    for name in (name for name in names if name not in failed):
         try:
             print(describe_record(name, join(config.output, name), prepare_task(name, config)), flush=True)
         except UserError as error:
-            print(error if str(error).startswith(name) else f"{name}: {error}", file=sys.stderr, flush=True)
-            failed.append(name)
+            print(error if str(error).startswith(f"{name}: ") else f"{name}: {error}", file=sys.stderr, flush=True)
+            failed[name] = FAILED if isinstance(error, Unavailable) else REFUSED
     if failed:
         text = f"{len(failed)} of {len(names)} tasks failed ({', '.join(failed)})"
-        print(f"{text}; the same command tries them again", file=sys.stderr)
-        return 1
+        status = min(failed.values())
+        advice = "; the same command tries them again" if status == FAILED else ": change what the messages name first"
+        print(f"{text}{advice}", file=sys.stderr)
+        return status
     print(after_tasks(config, names))
     return 0

@@ -96,7 +96,11 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     damaged = [layout.fault for layout in layouts if layout.fault]
     end, drawn = draw_validation(config, layouts)
     # Damaged files are reported later.
-    samples = sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts)
+    samples = list(sample_documents(config.model_copy(update={"on_bad_file": "skip"}), layouts))
+    # Refused before a file is written, so that the output stays free for the corrected source.
+    if not units or not (samples or damaged or len(layouts) > _SAMPLES):
+        none = "source: expected documents; the source's files hold none"
+        raise UserError("\n".join(_stopping_faults(config, damaged) or [none]))
     texts = [entry.text for entry in samples if isinstance(entry, Document)]
     backend, remarks = check_encoding(config, tokenizer, texts)
     context = replace(ConversionContext.of(config, tokenizer, end), backend=backend)

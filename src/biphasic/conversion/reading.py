@@ -20,6 +20,7 @@ from biphasic.conversion.source_files import (
     open_file,
     open_text,
     read_error,
+    require_separator,
     without_byte_order_mark,
 )
 from biphasic.errors import UserError, first_line
@@ -273,6 +274,7 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
             continue
         if header is None:
             header = row
+            require_separator(f"source {where}", header, _DELIMITERS[kind_of(file.path)])
             for column in columns(config):
                 if column not in header:
                     raise missing_column(where, column, header, file.path, config)

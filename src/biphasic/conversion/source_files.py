@@ -38,6 +38,13 @@ class DamagedFileError(UserError):
     """A file can't be read completely."""
 
 
+def require_separator(where: str, header: list[str], separator: str) -> None:
+    """Raise a UserError if the only column's name has another separator: whole lines would be read as its texts."""
+    if len(header) == 1 and (found := [other for other in ",;\t|" if other != separator and other in header[0]]):
+        expected = "commas between the columns of a .csv file" if separator == "," else "tabs in a .tsv file"
+        raise UserError(f"{where}: has one column, {header[0]!r:.100}; expected {expected}, found {found[0]!r}")
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A file to read, or a part of a Parquet file if `row_groups` (start, end) is given; `end` is excluded.

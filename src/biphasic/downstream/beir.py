@@ -67,12 +67,13 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
         checked: list[TableRow | InvalidRow | UnusedRow] = []
         for at, row in enumerate(rows, start=1):
             if isinstance(row, dict):
+                place = f"qrels of {split}, number {at}, id"
                 if row["score"] < task.min_score:
                     row = UnusedRow(f"its score is below min_score ({task.min_score})")
                 elif row["query-id"] not in query_ids:
-                    row = InvalidRow("its query is not among the queries", f"qrels of {split}, number {at}")
+                    row = InvalidRow("its query is not among the queries", f"{place} {row['query-id']!r}")
                 elif row["corpus-id"] not in document_ids:
-                    row = InvalidRow("its document is not in the corpus", f"qrels of {split}, number {at}")
+                    row = InvalidRow("its document is not in the corpus", f"{place} {row['corpus-id']!r}")
             checked.append(row)
         used = sum(not isinstance(row, UnusedRow) for row in checked)
         writer.write(f"qrels/{split}", "qrels", checked, used)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from biphasic.conversion.source_files import require_separator
 from biphasic.errors import UserError
 from biphasic.storage import filesystem
 
@@ -74,6 +75,8 @@ def table_rows(
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
             for row in rows:
+                if row and columns is None:
+                    require_separator(f"{file}:{start}", row, separator)
                 if row and len(row) != len(columns or row):
                     raise UserError(f"{file}:{start}: has {len(row)} fields; expected {len(columns or row)}, as before")
                 if row and columns:

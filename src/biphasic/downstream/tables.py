@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.formats import COLUMN_FILES, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import glob_pattern
+from biphasic.storage import glob_pattern, user_error
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -64,6 +64,8 @@ class Table:
     columns: list[str]
     commit: str | None
     """Commit on the hub; None for local data."""
+    is_drawn: bool = False
+    """Whether the rows were drawn from the split, in another order than its own."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -83,10 +85,17 @@ class Table:
             try:
                 yield from make(*values)
             except (InvalidRow, UnusedRow) as error:
-                yield type(error)(error.args[0], f"{self.source}, row {number}")
+                yield type(error)(error.args[0], self._place(number, values))
             except (TypeError, ValueError, LookupError, AttributeError) as error:
                 problem = f"a value has an unexpected type ({type(error).__name__}: {first_line(error)})"
-                yield InvalidRow(problem, f"{self.source}, row {number}")
+                yield InvalidRow(problem, self._place(number, values))
+
+    def _place(self, number: int, values: tuple[Any, ...]) -> str:
+        """Return where a row is found: by its number in one file, and otherwise by its content."""
+        if not self.is_drawn and os.path.isfile(self.source):
+            return f"{self.source}, row {number}"
+        content = json.dumps(dict(zip(self.columns, values, strict=True)), ensure_ascii=False, default=str)
+        return f"{self.source}, {'a row' if self.is_drawn else f'row {number}'}, {content:.100}"
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""
@@ -101,13 +110,16 @@ class Table:
         if len(self) < 2:
             raise UserError(f"{self.source}: {len(self)} rows are too few to take a validation split from")
         split = self.rows.train_test_split(train_size=first, seed=seed)
-        return replace(self, rows=split["train"]), replace(self, rows=split["test"])
+        return tuple(replace(self, rows=split[part], is_drawn=True) for part in ("train", "test"))  # pyright: ignore
 
 
-def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Table:
+def open_table(
+    config: DatasetConfig, split: str, columns: Sequence[str], keys: Mapping[str, str] | None = None
+) -> Table:
     """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
 
-    Raises a UserError if the dataset, configuration, split, file or a column does not exist or can't be read.
+    `keys` are the keys that name the columns, for messages. Raises a UserError if the dataset, configuration, split, file
+    or a column does not exist or can't be read.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -133,11 +145,12 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str]) -> Tab
             cause = cause.__cause__
         is_script = "Dataset scripts are no longer supported" in str(cause)
         advice = ": give `revision: refs/convert/parquet` and its `files` there, as for record in tasks.yaml"
-        raise UserError(f"{source}: can't be read ({first_line(cause)}){advice * is_script}") from error
+        raise user_error(f"{source}: can't be read ({first_line(cause)}){advice * is_script}", error) from error
     names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
     if missing := [column for column in columns if column not in names]:
-        has, expected = ", ".join(names), ", ".join(columns)
-        raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); expected {expected}")
+        has, key = ", ".join(names), (keys or {}).get(missing[0])
+        advice = f"set {key}" if key else f"expected {', '.join(columns)}"
+        raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); {advice}")
     return Table(rows, source, list(columns), commit)
 
 

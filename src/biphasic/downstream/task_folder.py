@@ -24,10 +24,10 @@ class TaskFolder:
 
     `path` is a folder or a bucket prefix, and `cache` a local folder for downloaded files. `record` is the content of
     the dataset's record, if no table is read; by default, it is read from `path`. A `kind` of None stands for any.
-    Raises a UserError if there is no complete dataset, or its kind is not `kind`.
+    Raises a UserError if there is no complete dataset, or its kind is not `kind`. It names `key`, where `path` comes from.
     """
 
-    def __init__(self, path: str, cache: str, kind: str | None, record: dict[str, Any] | None = None):
+    def __init__(self, path: str, cache: str, kind: str | None, record: dict[str, Any] | None = None, key: str = ""):
         self.path, self._cache = path, cache
         self._files: dict[str, Path] = {}
         try:
@@ -35,11 +35,15 @@ class TaskFolder:
             self.kind: str = self.record["kind"]
         except FileNotFoundError:
             advice = "make it with `biphasic tasks` (a folder without this file isn't complete)"
-            raise Missing(f"{path}: has no {TASK_RECORD}: {advice}") from None
+            if is_gone := not is_remote(path) and not Path(path).exists():
+                advice = "expected one that `biphasic tasks` made"
+            problem = "there is no such folder" if is_gone else f"has no {TASK_RECORD}"
+            raise Missing(f"{key} {path}: {problem}: {advice}".lstrip()) from None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}/{TASK_RECORD}: can't be read ({first_line(error)})") from None
         if kind not in (self.kind, None):
-            raise UserError(f"{path}: is a dataset of kind {self.kind}; expected {kind}")
+            problem = f"is a dataset of kind {self.kind}; expected {kind}{', the task.kind' if key else ''}"
+            raise UserError(f"{key} {path}: {problem}".lstrip())
 
     @property
     def label_names(self) -> list[str]:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from biphasic.config.base import flatten
 from biphasic.config.tasks import DatasetConfig, TasksConfig
 from biphasic.downstream.tables import InvalidRow, Rows, Table, UnusedRow, open_table
 from biphasic.errors import UserError
@@ -55,7 +56,9 @@ class TaskWriter:
 
     def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
         """Open a table, and keep its commit for the record."""
-        table = open_table(config, split, columns)
+        settings = [*flatten(self.config.tasks[self.name]), *flatten(config)]  # a retrieval set's tables have their own
+        keys = {value: key for key, value in settings if "column" in key}
+        table = open_table(config, split, columns, keys)
         self.record["commits"][config.path or ", ".join((config.files or {})[split])] = table.commit
         return table
 

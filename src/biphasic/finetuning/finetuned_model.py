@@ -72,14 +72,14 @@ def predict_file(folder: str, file: str, trust_remote_code: bool) -> Iterator[Co
 
 
 def _portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
-    """Yield the ids and columns of up to 100,000 rows at a time. A row without `id` or `_id` has its number as its id.
+    """Yield the ids and columns of up to 100,000 rows at a time. Rows without `id` or `_id` are numbered from 0.
 
     Raises a UserError if a value is missing or of another type than the task reads.
     """
     for first in range(0, len(table), _ROWS_AT_ONCE):
         columns = table.rows[first : first + _ROWS_AT_ONCE]
         for name in sorted({*table.columns, "text_pair"} & columns.keys()):
-            for row, value in enumerate(columns[name], first):
+            for row, value in enumerate(columns[name], first + 1):
                 if value is None:
                     raise UserError(f"{table.source}: row {row} has no {name}")
                 words = value if isinstance(value, list) and name == "tokens" else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.plan import JobPlan
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.downstream.writer import TASK_RECORD
@@ -15,8 +15,13 @@ from biphasic.storage.hub import why_missing
 
 def require_data(config: FinetuneConfig) -> None:
     """Raise a UserError if a dataset of a fine-tuning is missing or of another kind. No slow package is imported."""
-    for path in (config.task.data, *config.task.retrieval_sets.values()):
-        TaskFolder(path, config.cache, config.task.family)
+    for path, key in _datasets(config.task).items():
+        TaskFolder(path, config.cache, config.task.family, key=key)
+
+
+def _datasets(task: TaskConfig) -> dict[str, str]:
+    """Return the datasets' folders and the key that names each."""
+    return {**dict.fromkeys(task.retrieval_sets.values(), "task.scored_on"), task.data: "task.data"}
 
 
 def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
@@ -32,12 +37,12 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
         job_plan.problems.append(f"model.path {model.path}: {reason}")
     elif not Path(model.path).exists() and (reason := why_missing(model.path, model.revision)):
         job_plan.missing.append(f"model.path {model.path}: {reason}")
-    for path in dict.fromkeys([task.data, *task.retrieval_sets.values()]):
+    for path, key in _datasets(task).items():
         try:
             if open_store(path).stat(TASK_RECORD) is None:
-                job_plan.missing.append(f"data {path}: there is no {TASK_RECORD}: prepare it with biphasic tasks")
+                job_plan.missing.append(f"{key} {path}: there is no {TASK_RECORD}: prepare it with biphasic tasks")
                 continue
-            rows = TaskFolder(path, config.cache, task.family).record["rows"]
+            rows = TaskFolder(path, config.cache, task.family, key=key).record["rows"]
         except (UserError, OSError) as error:
             job_plan.problems.append(first_line(error))
         else:

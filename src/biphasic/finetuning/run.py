@@ -8,11 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from composer.utils import dist
 
 from biphasic.checkpointing.rank_group import RankGroup
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.base import flatten
+from biphasic.config.finetune import NOT_IN_RESULT, FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.devices import rank_device
 from biphasic.downstream.task_folder import TaskFolder
@@ -55,7 +57,8 @@ def _run(config: FinetuneConfig) -> Path:
         if is_same and (record["saved"] or not config.save_model):
             print_once(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
             return folder
-        raise UserError(f"{folder} holds another fine-tuning: choose another run_name, or remove it")
+        differ = _differences(record["about"]["config"], config)
+        raise UserError(f"{folder} holds another fine-tuning ({differ}): choose another run_name, or remove it")
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -89,6 +92,15 @@ def _run(config: FinetuneConfig) -> Path:
     return folder
 
 
+def _differences(recorded: str, config: FinetuneConfig) -> str:
+    """Return up to three keys in which a fine-tuning differs from a recorded one, with both values."""
+    old, new = (dict(flatten(yaml.safe_load(text))) for text in (recorded, dump(config)))
+    free = NOT_IN_RESULT.keys() - {"model", "task", "save_model"}
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and key.split(".")[0] not in free]
+    shown = [f"{key}: {old.get(key)}, now {new.get(key)}" for key in keys[:3]]
+    return "; ".join([*shown, *["and others"] * (len(keys) > 3)]) or "the files of its model or data have changed"
+
+
 def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: TrainedModel, task: FinetuneTask) -> None:
     rows: dict[str, Any] = {
         "From": config.model.path,
@@ -96,7 +108,7 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         "Steps": f"{trial.about['steps']:,} of {config.batch_size}",
         "Learning rate": f"{config.optimizer.lr}, {config.warmup} warmup, then linear decay to 0",
         "Seed": config.seed,
-        "Last loss": trial.about["loss"],
+        "Last loss": f"{trial.about['loss']:.4f}",
     }
     for result in trial.results:
         scores = [(split, *score) for split, values in result.more.items() for score in values.items()]

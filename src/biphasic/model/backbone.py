@@ -14,7 +14,7 @@ from torch import nn
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.architecture import rows_problem
-from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
+from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights, require_no_checkpoints
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, user_error
@@ -98,6 +98,7 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from transformers import AutoConfig
 
     require_model(path, revision)
+    require_no_checkpoints(path)
     try:
         content = config_content(path, revision)
         if is_papers(content):

@@ -43,6 +43,15 @@ def is_checkpoint(path: str) -> bool:
     return Path(path).is_file() or (Path(path) / ".metadata").is_file()
 
 
+def require_no_checkpoints(path: str) -> None:
+    """Raise a UserError if a model's folder is a run's folder, or its folder of checkpoints."""
+    folders = [] if (Path(path) / "config.json").exists() else [Path(path), Path(path) / "checkpoints"]
+    if found := [file for folder in folders for name in ("*.pt", "*/.metadata") for file in folder.glob(name)]:
+        newest = max(found, key=lambda file: file.stat().st_mtime)
+        one = newest.parent if newest.name == ".metadata" else newest
+        raise UserError(f"model {path}: holds checkpoints; expected one of them, such as {one}, or an exported folder")
+
+
 def read_record(path: str) -> dict[str, Any]:
     """Read the run record (`biphasic.training.record.RunRecord`) of a checkpoint: a file, or a sharded one's folder.
 

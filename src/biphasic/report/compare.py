@@ -96,8 +96,8 @@ def describe(report: Mapping[str, Any]) -> str:
     for key, title in (("only_in", "only in"), ("left_out", "without stored predictions in")):
         lines += [f"{title} {place}: {', '.join(names)}" for place, names in report[key].items() if names]
     for row in report["sets"]:
-        changed = [example for example in row["by_example"] if "gold" in example]
-        lines.append(f"\n{row['set']} {row['metric']}: the {len(changed)} examples that changed most")
+        if changed := [example for example in row["by_example"] if "gold" in example]:
+            lines.append(f"\n{row['set']} {row['metric']}: the {len(changed)} examples that changed most")
         for example in changed:
             scores = f"{example['a']:.4f} to {example['b']:.4f}"
             lines.append(f"  {example['id']}: {scores}  {_short(example.get('text', ''))}".rstrip())
