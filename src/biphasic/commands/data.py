@@ -194,12 +194,12 @@ def tasks(options: Namespace) -> int:
     plan = plan_tasks(config, names)
     if options.plan:
         return print_job_plan(plan)
-    faults = [*plan.problems, *plan.missing]
     print(replace(plan, problems=[], missing=[]).describe())
-    print(*(f"{fault}\n" for fault in faults), sep="", end="", file=sys.stderr, flush=True)
+    print(*(f"{fault}\n" for fault in (*plan.problems, *plan.missing)), sep="", end="", file=sys.stderr, flush=True)
     from biphasic.downstream.prepare import prepare_task
 
-    failed = dict.fromkeys((fault.partition(":")[0] for fault in faults), REFUSED)
+    plans = {name: plan_tasks(config, [name]) for name in names}
+    failed = {name: REFUSED for name, own in plans.items() if own.problems or own.missing}
     for name in (name for name in names if name not in failed):
         try:
             print(describe_record(name, join(config.output, name), prepare_task(name, config)), flush=True)

@@ -21,7 +21,7 @@ def require_data(config: FinetuneConfig) -> None:
 
 def _datasets(task: TaskConfig) -> dict[str, str]:
     """Return the datasets' folders and the key that names each."""
-    return {**dict.fromkeys(task.retrieval_sets.values(), "task.scored_on"), task.data: "task.data"}
+    return dict.fromkeys([task.data, *task.retrieval_sets.values()], "task.scored_on") | {task.data: "task.data"}
 
 
 def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
