@@ -113,7 +113,7 @@ def test_unusable_checkpoints_are_an_error_of_one_line(tmp_path: Path, capsys: p
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / ".metadata").write_bytes(b"cut off")
     for name, message in (
-        ("missing.pt", "no such file"),
+        ("missing.pt", "is not there; expected a .pt file"),
         ("cut.pt", "damaged or incomplete"),
         ("sharded", "damaged or incomplete"),
         ("text.yaml", "Expected input to be a checkpoint returned by torch.save"),

@@ -132,7 +132,7 @@ def test_a_plan_refuses_what_the_sweep_refuses(tmp_path: Path, capsys: pytest.Ca
     assert "MISSING  tickets of encoder: model " in plan()[1]
     model.mkdir()
     status, printed = plan()
-    assert status == 0 and f"MISSING  tickets of encoder: {data}: " in printed
+    assert status == 0 and f"MISSING  tickets of encoder: task.data {data}: " in printed
     data.mkdir()
     (data / "task.json").write_text('{"kind": "classification"}')
     status, printed = plan()
