@@ -30,7 +30,7 @@ from biphasic.storage import parquet_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Mine, and print the counts. Exit status 2 when the model or the set is missing."""
+    """Mine hard negatives, and print the counts. Exit status 2 when the model or the set is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("set", metavar="TASK_FOLDER")

@@ -195,11 +195,11 @@ def tasks(options: Namespace) -> int:
     if options.plan:
         return print_job_plan(plan)
     print(replace(plan, problems=[], missing=[]).describe())
-    print(*(f"{fault}\n" for fault in (*plan.problems, *plan.missing)), sep="", end="", file=sys.stderr, flush=True)
+    faults = [*plan.problems, *plan.missing]
+    print(*(f"{fault}\n" for fault in faults), sep="", end="", file=sys.stderr, flush=True)
     from biphasic.downstream.prepare import prepare_task
 
-    plans = {name: plan_tasks(config, [name]) for name in names}
-    failed = {name: REFUSED for name, own in plans.items() if own.problems or own.missing}
+    failed = {name: REFUSED for name in names if any(fault.startswith(f"{name}: ") for fault in faults)}
     for name in (name for name in names if name not in failed):
         try:
             print(describe_record(name, join(config.output, name), prepare_task(name, config)), flush=True)

@@ -50,8 +50,8 @@ class JobPlan:
 class StartPlan:
     """Where a run will start: its first batch, and the checkpoint or weights that it starts from.
 
-    Otherwise `batch` is None, and a text says why: `problem` why it can't start, `missing` what another command makes
-    first, and `unknown` why this isn't known. `is_branch`: the checkpoint is another run's (`start_from`).
+    If it can't start, or this isn't known, `batch` is None and one text says why: `problem` what would stop it, `missing` what
+    another command makes first, `unknown` what didn't answer. `is_branch`: the checkpoint is another run's (`start_from`).
     """
 
     batch: int | None = None

@@ -106,7 +106,7 @@ def require_safe_checkpoint(path: str) -> None:
     PyTorch reads a sharded checkpoint, because its index and small values are pickles.
     """
     if not is_checkpoint(path):
-        found = "is a folder without a checkpoint" if Path(path).is_dir() else "is not there"
+        found = "holds no checkpoint" if Path(path).is_dir() else "is not there"
         expected = "expected a .pt file, the folder of a sharded checkpoint (with .metadata), or a run's folder"
         raise UserError(f"checkpoint {path}: {found}; {expected}")
     local = Path(path)
