@@ -50,8 +50,8 @@ class JobPlan:
 class StartPlan:
     """Where a run will start: its first batch, and the checkpoint or weights that it starts from.
 
-    If it can't start, or this isn't known, `batch` is None and one text says why: `problem` what would stop it, `missing` what
-    another command makes first, `unknown` what didn't answer. `is_branch`: the checkpoint is another run's (`start_from`).
+    If it can't start, or this isn't known, `batch` is None and one text says why: `problem` what would stop it, `missing`
+    what another command makes first, `unknown` what didn't answer. `is_branch`: the checkpoint is of `start_from`'s run.
     """
 
     batch: int | None = None
