@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -39,6 +39,12 @@ def groups_up_to(
         group.append(item)
     if group:
         yield group
+
+
+def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield batches of text indices, shortest first, of at most `tokens` tokens. A longer text has its own batch."""
+    shortest_first = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    return groups_up_to(tokens, shortest_first, lambda index: lengths[index])
 
 
 def full_groups(limit: float, items: Iterable[Item], size: Callable[[Item], float]) -> list[list[Item]]:

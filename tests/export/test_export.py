@@ -18,9 +18,10 @@ from biphasic.errors import UserError
 from biphasic.export.card import pretrained_card
 from biphasic.export.run import export_checkpoint
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import load_encoder, load_text_tokenizer
+from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
+from biphasic.model.text_tokenizer import load_text_tokenizer
 from conftest import Write
 from helpers.exports import export_encoder, export_language_model
 from helpers.stored_checkpoints import checkpoint_of, network

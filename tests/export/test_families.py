@@ -21,8 +21,9 @@ from biphasic.errors import UserError
 from biphasic.export import formats
 from biphasic.export.finetuned import require_exportable
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
+from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import LanguageModel
+from biphasic.model.text_tokenizer import TextTokenizer
 from conftest import Write
 from helpers.decoders import FAMILIES, decoder, packed, padded, saved_decoder
 from helpers.exports import export_language_model

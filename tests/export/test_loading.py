@@ -22,11 +22,12 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import write
 from biphasic.export.finetuned import export_finetuned, require_exportable
 from biphasic.model.architecture import PRESETS, Architecture
-from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
+from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from biphasic.model.text_tokenizer import TextTokenizer
 from helpers.decoders import FAMILIES, TEXTS, decoder, packed, padded
 from helpers.exports import export_encoder, export_language_model
 from helpers.tiny import LENGTH, MASK, WORDS

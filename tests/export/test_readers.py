@@ -27,9 +27,10 @@ from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned
 from biphasic.export.onnx import export_onnx
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
+from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.heads import TextHead
 from biphasic.model.language_model import from_hf_config
+from biphasic.model.text_tokenizer import TextTokenizer
 from helpers import families
 from helpers.exports import export_language_model
 from helpers.tiny import LENGTH, WORDS

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, ModernBertConfig,
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export import formats
 from biphasic.export.finetuned import export_finetuned
-from biphasic.model.backbone import load_hf_config
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead
+from biphasic.model.hf_config import load_hf_config
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 from helpers import families, transformers4

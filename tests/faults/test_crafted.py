@@ -26,8 +26,8 @@ from biphasic.conversion.verify import verify
 from biphasic.data.mds_reader import read_rows
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
-from biphasic.model.backbone import load_hf_config
 from biphasic.model.checkpoint import require_safe_checkpoint
+from biphasic.model.hf_config import load_hf_config
 from biphasic.ranks import run_rank
 from biphasic.storage import atomic_path, file_hash, open_store
 from biphasic.workers.local import LocalWorkers

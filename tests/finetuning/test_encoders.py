@@ -33,16 +33,12 @@ from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.architecture import Architecture
-from biphasic.model.encoder import (
-    Encoder,
-    TextTokenizer,
-    load_encoder,
-    load_text_tokenizer,
-)
+from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.probe import switch_to_packed_attention
 from biphasic.model.segments import Segments
+from biphasic.model.text_tokenizer import TextTokenizer, load_text_tokenizer
 from conftest import Write
 from helpers.families import MAKERS, bert, bert_tokenizer, ettin, qwen3
 from helpers.tiny import LENGTH, train

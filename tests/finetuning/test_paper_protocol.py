@@ -26,7 +26,8 @@ from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trainer import FinetuneModel
 from biphasic.finetuning.trial import run_trial, scored_sets
-from biphasic.model.encoder import TextTokenizer, load_encoder
+from biphasic.model.encoder import load_encoder
+from biphasic.model.text_tokenizer import TextTokenizer
 from helpers.tiny import ROOT
 from helpers.toy_sets import config_of
 

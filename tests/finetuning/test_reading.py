@@ -24,9 +24,9 @@ from biphasic.finetuning.batches import GlobalBatches, epoch_order
 from biphasic.finetuning.classification import Classification, TokenClassification, word_of_each_token
 from biphasic.finetuning.question_answering import QuestionAnswering, Span, best_answer, best_span
 from biphasic.finetuning.task import resolve_max_length
-from biphasic.model.encoder import TextTokenizer
 from biphasic.model.losses import IGNORE
 from biphasic.model.pooling import SentenceSettings
+from biphasic.model.text_tokenizer import TextTokenizer
 from biphasic.storage import json_bytes
 
 WORDS = [

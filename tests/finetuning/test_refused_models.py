@@ -16,8 +16,9 @@ from transformers import BertConfig, BertForMaskedLM, BloomConfig, Qwen3ForCausa
 from biphasic.errors import UserError
 from biphasic.finetuning.run import run
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import load_embedder, load_encoder, load_text_tokenizer
+from biphasic.model.encoder import load_embedder, load_encoder
 from biphasic.model.probe import is_bidirectional
+from biphasic.model.text_tokenizer import load_text_tokenizer
 from helpers.families import bert, qwen3
 from helpers.toy_sets import config_of
 

@@ -19,7 +19,7 @@ from biphasic.finetuning.classification import Classification
 from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnswering
 from biphasic.finetuning.run import run
 from biphasic.finetuning.truncation import format_and_cut, longest_first, windows
-from biphasic.model.encoder import TextTokenizer
+from biphasic.model.text_tokenizer import TextTokenizer
 from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.toy_sets import config_of
 

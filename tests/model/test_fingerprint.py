@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from biphasic.errors import UserError
-from biphasic.model.backbone import model_fingerprint
+from biphasic.model.hf_config import model_fingerprint
 
 
 @pytest.mark.usefixtures("hub_is_offline")

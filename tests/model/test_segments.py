@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from biphasic.model.encoder import length_batches
+from biphasic.grouping import length_batches
 from biphasic.model.segments import padding_groups
 
 

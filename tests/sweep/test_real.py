@@ -41,8 +41,15 @@ def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(sweep))
 
-    command = [sys.executable, "src/main.py", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # The plan needs configurations and hashes alone; what computes with a model takes seconds to import.
+    heavy = "{'composer', 'torch._dynamo', 'transformers.modeling_utils'}"
+    code = f"import sys; sys.path.insert(0, 'src'); import main; status = main.main([{str(path)!r}, '--plan'])\n"
+    code += f"sys.exit(status or ', '.join({heavy} & set(sys.modules)) or 0)"
+    plan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert plan.returncode == 0, plan.stderr
+    assert "8 trials: 0 done, 8 left" in plan.stdout
+    command = [sys.executable, "src/main.py", str(path)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert ran.returncode == 1, ran.stderr
     assert "4 of 8 trials done, 4 failed, 0 left" in ran.stdout

@@ -20,7 +20,7 @@ from biphasic.data.streaming import build_loader
 from biphasic.errors import ConfigError, UserError
 from biphasic.export.run import export_checkpoint, export_initial
 from biphasic.model.checkpoint import read_record
-from biphasic.model.encoder import load_text_tokenizer
+from biphasic.model.text_tokenizer import load_text_tokenizer
 from biphasic.training.metrics_file import read_metrics
 from biphasic.training.switch import ObjectiveSwitch
 from conftest import Write

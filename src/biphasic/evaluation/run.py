@@ -27,9 +27,9 @@ from biphasic.evaluation.scoring import bm25, score, score_table
 from biphasic.evaluation.search import query_columns, trec_run
 from biphasic.evaluation.sets import judged_only
 from biphasic.evaluation.tasks import PlannedTask, plan_tasks
-from biphasic.model.backbone import model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_embedder
+from biphasic.model.hf_config import model_fingerprint
 from biphasic.model.pooling import Pooling
 from biphasic.ranks import is_first_rank, print_once
 from biphasic.storage import is_remote, json_bytes, open_store, parquet_bytes

@@ -24,9 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
-from biphasic.model.backbone import BIDIRECTIONAL, BIDIRECTIONAL_CODE
+from biphasic.model.architecture import MODERNBERT_HEADS
 from biphasic.model.forward import packed_forward
-from biphasic.model.language_model import MODERNBERT_HEADS, from_hf_config
+from biphasic.model.hf_config import BIDIRECTIONAL, BIDIRECTIONAL_CODE
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 from biphasic.storage import user_errors
 

@@ -18,10 +18,10 @@ from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
 from biphasic.export.write import require_free, write_folder
 from biphasic.initial_model import build_language_model
-from biphasic.model.backbone import hf_config_from_json
 from biphasic.model.checkpoint import read_record, read_weights
-from biphasic.model.encoder import TextTokenizer, trained_text_tokenizer
+from biphasic.model.hf_config import hf_config_from_json
 from biphasic.model.pooling import SentenceSettings
+from biphasic.model.text_tokenizer import TextTokenizer, trained_text_tokenizer
 
 Precision = Literal["fp32", "bf16"]
 

@@ -23,9 +23,9 @@ from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.evaluation import search
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
-from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from biphasic.model.text_tokenizer import TextTokenizer
 from biphasic.storage import parquet_bytes
 
 

@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.finetuning.truncation import CutTexts
-from biphasic.grouping import full_groups
-from biphasic.model.encoder import Encoder, TextTokenizer, length_batches
+from biphasic.grouping import full_groups, length_batches
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from biphasic.model.text_tokenizer import TextTokenizer
 from biphasic.ranks import is_first_rank
 from biphasic.storage import parquet_bytes
+
+if TYPE_CHECKING:
+    from biphasic.model.encoder import Encoder
 
 
 @dataclass(frozen=True)

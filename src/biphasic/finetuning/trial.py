@@ -25,9 +25,9 @@ from biphasic.finetuning.question_answering import AnswerTokens, QuestionAnsweri
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
-from biphasic.model.backbone import file_stamps, load_hf_config, model_fingerprint
-from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.heads import initialize_head
+from biphasic.model.hf_config import file_stamps, load_hf_config, model_fingerprint
+from biphasic.model.text_tokenizer import TextTokenizer, load_text_tokenizer
 from biphasic.provenance import provenance
 from biphasic.quiet import progress_bars
 from biphasic.ranks import COLLECTIVE_SECONDS
@@ -115,6 +115,7 @@ def train_and_score(
 
     from biphasic.export.finetuned import require_exportable
     from biphasic.finetuning.trainer import train
+    from biphasic.model.encoder import load_encoder
 
     require_precision(config.precision)
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)

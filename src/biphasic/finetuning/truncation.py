@@ -9,7 +9,7 @@ from string import Formatter
 import numpy as np
 
 from biphasic.downstream.array_cache import Ragged
-from biphasic.model.encoder import TextTokenizer, lowercased
+from biphasic.model.text_tokenizer import TextTokenizer, lowercased
 
 
 @dataclass(frozen=True)

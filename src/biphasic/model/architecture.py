@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
+MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
+"""Families with ModernBERT's prediction head, and its name in their classes."""
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.model.attention import attention_arguments
 from biphasic.model.kernels import avoid_plans
-from biphasic.model.segments import Segments, padding_groups
+from biphasic.model.segments import Segments, padding_groups, reserved_positions
 
 
 def packed_forward(backbone: Any, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -33,13 +33,6 @@ def packed_forward(backbone: Any, tokens: Tensor, segments: Segments, causal: bo
         arguments["token_type_ids"] = torch.zeros_like(positions)
     output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)
     return output.last_hidden_state[0]
-
-
-def reserved_positions(encoder: nn.Module) -> int:
-    """Return the position of a text's first token: 0, or in RoBERTa-like families the one after the padding token's."""
-    embeddings = getattr(encoder, "embeddings", None)
-    padding: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-    return 0 if padding is None else padding + 1
 
 
 def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:

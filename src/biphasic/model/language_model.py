@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from biphasic.errors import UserError
 from biphasic.model import attention
-from biphasic.model.architecture import Architecture
+from biphasic.model.architecture import MODERNBERT_HEADS, Architecture
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_at_targets
 from biphasic.model.probe import computes_own_logits, packing_problem
 from biphasic.model.segments import Segments
-
-MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
-"""Families with ModernBERT's prediction head, and its name in their classes."""
 
 
 class LanguageModel(nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.architecture import rope_threshold
-from biphasic.model.forward import packed_forward, padded_forward, reserved_positions
-from biphasic.model.segments import Segments, run_lengths, visibility_mask
+from biphasic.model.forward import packed_forward, padded_forward
+from biphasic.model.segments import Segments, reserved_positions, run_lengths, visibility_mask
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_errors
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
@@ -127,3 +126,10 @@ def visibility_mask(length: int, causal: bool, window: int, device: torch.device
     distance = position[:, None] - position[None, :]
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return mask & (distance.abs() < window) if window else mask
+
+
+def reserved_positions(encoder: nn.Module) -> int:
+    """Return the position of a text's first token: 0, or in RoBERTa-like families the one after the padding token's."""
+    embeddings = getattr(encoder, "embeddings", None)
+    padding: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return 0 if padding is None else padding + 1
