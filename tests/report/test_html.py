@@ -62,6 +62,9 @@ def write_study_report(folder: Path) -> None:
 @pytest.mark.parametrize(("write", "pictures"), [(write_sweep_report, 1), (write_study_report, 7)])
 def test_a_report_is_one_file(write, pictures: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
+    # Of several folders, none is left out in silence.
+    assert main(["report", str(tmp_path), str(tmp_path / "absent")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'absent'}: is not a folder here\n"
     assert main(["report", str(tmp_path)]) == 0
     assert f"{tmp_path}/report/report.html" in capsys.readouterr().out.splitlines()
     folder = tmp_path / "report"

@@ -122,6 +122,8 @@ def report(options: Namespace) -> int:
     """
     from biphasic.report.run import write_report
 
+    if gone := [folder for folder in options.folders if not is_remote(folder) and not Path(folder).is_dir()]:
+        raise UserError(f"{', '.join(gone)}: is not a folder here")
     write_report(options.folders, options.out)
     return 0
 

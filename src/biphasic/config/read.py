@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
@@ -206,5 +206,7 @@ def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[No
 def _summary(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "a value contains itself, or is nested too deeply"
+    if isinstance(error, InterpolationKeyError) and (name := re.search("'(.*)'", str(error))):
+        return f"refers to {name[1]}, which has no value: set {name[1]}, or correct the name"
     text = getattr(error, "problem", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
