@@ -166,7 +166,8 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
         # YAML itself.
         (QUICKSTART, "tokenizer=" + "[" * 2000 + "]" * 2000, "tokenizer: a value contains itself, or is nested too deeply"),
         (QUICKSTART, f"seed={'9' * 5000}", "seed: Exceeds the limit (4300 digits)"),
-        (QUICKSTART, "tokenizer=${nothing}", "tokenizer: refers to nothing, which has no value: set nothing, or correct the name"),
+        (QUICKSTART, "tokenizer=${nothing}",
+         "tokenizer: refers to nothing, which has no value: set nothing, or correct the name"),
     ],
 )  # fmt: skip
 def test_message_of_an_invalid_value(path: Path, override: str, message: str) -> None:
