@@ -202,5 +202,12 @@ def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: py
     assert main(["report", str(tmp_path)]) == 2
     refused = "expected a sweep's output (with sweep.json) or a study's folder (with a run or a sweep in a subfolder)"
     assert refused in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        Path(folder).mkdir()
+    assert main(["report", *folders]) == 2
     assert f"{tmp_path}/a {tmp_path}/b: {refused}" in capsys.readouterr().err
+    # One of them is enough, and the report says what the other one holds.
+    write_study(tmp_path / "a")
+    assert main(["report", *folders]) == 0
+    assert f"- {tmp_path}/b: holds neither a run nor a sweep" in capsys.readouterr().out

@@ -52,7 +52,9 @@ def read_study(folders: Sequence[str], models: Sequence[str] | None = None) -> S
     study's. Raises a UserError if there is neither a run nor a sweep, if a file can't be read or is in two folders, or
     if two sweeps scored a model on the same test set.
     """
-    files, notes = _files(folders, models), list[str]()
+    files = _files(folders, models)
+    used = {store.root for store in files.values()}
+    notes = [f"{folder}: holds neither a run nor a sweep" for folder in folders if open_store(folder).root not in used]
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
         raise UserError(f"{' '.join(folders)}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a "
                         "run or a sweep in a subfolder)")  # fmt: skip
