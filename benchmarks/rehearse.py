@@ -335,7 +335,8 @@ def main() -> int:
     _print_row(_HEADER)
     failures = []
     # In new processes, because a rehearsal replaces parts of PyTorch.
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    processes = min(options.processes, sum(len(counts) for _, counts in runs))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = {
             (file, ranks): pool.submit(_rehearse, file, ranks, options.set) for file, counts in runs for ranks in counts
         }
