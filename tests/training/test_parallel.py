@@ -142,15 +142,20 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_collectives_of_sharded_layers() -> None:
-    """Each layer but the last gathers the next one's weights; gloo, which has no averages, is asked for sums."""
-    layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
-    parallel.set_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
+    """Each layer but the last gathers the next one's weights; gloo, which has no averages, is asked for sums.
+
+    Layers are sharded again after the forward pass, other weights not, whatever Composer has set.
+    """
+    layers = [fully_shard(torch.nn.Linear(2, 2), reshard_after_forward=True) for _ in range(3)]
+    model = fully_shard(torch.nn.Sequential(*layers, torch.nn.Linear(2, 2)), reshard_after_forward=True)
+    parallel.set_collectives(model, [*layers, torch.nn.Linear(2, 2)])
     following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
     assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
-    states = [vars(layer._get_fsdp_state()) for layer in layers]  # pyright: ignore
+    states = [vars(module._get_fsdp_state()) for module in (*layers, model)]  # pyright: ignore
     # In torch 2.11 a state has one group, under another name.
     groups = [group for state in states for group in state.get("_fsdp_param_groups") or [state["_fsdp_param_group"]]]
-    assert len(groups) == 3 and all(group.force_sum_reduction_for_comms for group in groups)
+    assert len(groups) == 4 and all(group.force_sum_reduction_for_comms for group in groups)
+    assert [group.post_forward_mesh_info is None for group in groups] == [False, False, False, True]
 
 
 @pytest.mark.usefixtures("group")

@@ -102,14 +102,20 @@ class ShardedModel(Callback):
 def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Set how FSDP2's modules gather weights and reduce gradients.
 
-    A layer's weights are prefetched while the previous layer computes; in the backward pass FSDP2 does so by default. Gloo's
-    reduce-scatter sums even if FSDP2 requests an average, so FSDP2 is set to request a sum and divide it.
+    A layer's weights are prefetched while the previous layer computes; in the backward pass FSDP2 does so by default. The
+    other weights, embedding and head, stay gathered until the backward pass, which begins with them: FSDP2's own default,
+    which Composer replaces. Gloo's reduce-scatter sums even if FSDP2 requests an average, so FSDP2 is set to request a sum
+    and divide it.
     """
     for layer, following in pairwise(layers):
         if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
             layer.set_modules_to_forward_prefetch([following])
     for module in model.modules():
-        if isinstance(module, FSDPModule) and torch.distributed.get_backend() == "gloo":
+        if not isinstance(module, FSDPModule):
+            continue
+        if not any(module is layer for layer in layers):
+            module.set_reshard_after_forward(False, recurse=False)
+        if torch.distributed.get_backend() == "gloo":
             module.set_force_sum_reduction_for_comms(True)
 
 
