@@ -53,7 +53,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("msmarco", "retrieval.yaml", "SciFact", "recipes/overlap", "@one"),  # README's sweep has one model
     ),
     "docs/export.md": (
-        {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
+        {"runs/NAME OUT": f"{RUN} of-the-run", "runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
          "checkpoints OUT": "checkpoints newest", "biphasic.yaml OUT": "biphasic.yaml untrained",
          "CHECKPOINT": f"{RUN}/checkpoints/ba42000-rank0.pt",
          "OUT org/name --private": "OUT org/name --dry-run --private"},
