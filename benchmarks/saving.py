@@ -5,8 +5,8 @@
 Stretches with and without a save alternate in one run, so that both have the same conditions. The share is the additional
 time of the stretches with a save. The step that saves waits while the state is copied; this time is compared with a plain
 copy of as many bytes in the same process. On a CPU, writing, hashing and uploading compete with training for the same
-cores, which are idle on a GPU machine, and so does the server, which is another machine elsewhere: the share is an upper
-bound. The server's own seconds of a core are shown for each save.
+cores, which are idle on a GPU machine. So does the server, which is usually another machine: the share is an upper bound.
+The server's CPU time is shown for each save.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, 
         try:
             results = _run(folder, f"{bucket}/saving", stretches, steps, width)
             times = psutil.Process(server.pid).cpu_times()
-            return results | {"server_core_seconds_a_save": round((times.user + times.system) / stretches, 3)}
+            return results | {"server_cpu_seconds_a_save": round((times.user + times.system) / stretches, 3)}
         finally:
             server.terminate()
             server.wait(10)

@@ -52,9 +52,8 @@ def read_study(folders: Sequence[str], models: Sequence[str] | None = None) -> S
     study's. Raises a UserError if there is neither a run nor a sweep, if a file can't be read or is in two folders, or
     if two sweeps scored a model on the same test set.
     """
-    files = _files(folders, models)
-    used = {store.root for store in files.values()}
-    notes = [f"{folder}: holds neither a run nor a sweep" for folder in folders if open_store(folder).root not in used]
+    notes = list[str]()
+    files = _files(folders, models, notes)
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
         raise UserError(f"{' '.join(folders)}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a "
                         "run or a sweep in a subfolder)")  # fmt: skip
@@ -73,8 +72,8 @@ def read_study(folders: Sequence[str], models: Sequence[str] | None = None) -> S
     return Study(facets, notes, scores, pd.concat(losses, ignore_index=True))
 
 
-def _files(folders: Sequence[str], models: Sequence[str] | None) -> dict[str, Store]:
-    """Return the files that a report reads, by their path in the study, with the store that holds each."""
+def _files(folders: Sequence[str], models: Sequence[str] | None, notes: list[str]) -> dict[str, Store]:
+    """Return a report's files by their path in the study, with the store of each, and add a note for a folder without."""
     files: dict[str, Store] = {}
     for folder in folders:
         store = open_store(folder)
@@ -89,6 +88,8 @@ def _files(folders: Sequence[str], models: Sequence[str] | None) -> dict[str, St
                     message = f"{name} is in both {files[name].root} and {folder}"
                     raise UserError(f"{message}: expected it in only one of a study's folders")
                 files[name] = store
+        if store not in files.values():
+            notes.append(f"{folder}: holds neither a run nor a sweep")
     return dict(sorted(files.items()))
 
 

@@ -113,7 +113,7 @@ def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if not any(module is layer for layer in layers):
+        if module not in layers:
             module.set_reshard_after_forward(False, recurse=False)
         if torch.distributed.get_backend() == "gloo":
             module.set_force_sum_reduction_for_comms(True)
