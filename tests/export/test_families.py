@@ -14,6 +14,8 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
 )
 
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -136,6 +138,28 @@ def test_it_trains_in_transformers(out: Path, family: str, tmp_path: Path) -> No
     loaded = AutoModelForMaskedLM.from_pretrained(again, **TRUSTED).eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=tokens, attention_mask=mask).logits, logits.logits)
+
+
+def test_trainer_s_gradient_accumulation(out: Path, tmp_path: Path) -> None:
+    """Trainer multiplies the gradients of a class that takes arguments for the loss and doesn't say how it uses them."""
+    tokens, mask = padded()
+    rows = [
+        {"input_ids": ids, "attention_mask": kept, "labels": torch.tensor(index % 2)}
+        for index, (ids, kept) in enumerate(zip(tokens[:2], mask[:2], strict=True))
+    ]
+    seen: list[tuple[float, float]] = []
+    for steps in (1, 2):
+        torch.manual_seed(1)
+        model = AutoModelForSequenceClassification.from_pretrained(out, num_labels=2, **TRUSTED)
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2 // steps, gradient_accumulation_steps=steps, max_steps=1,
+            logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows)  # pyright: ignore[reportArgumentType]
+        trainer.train()
+        log = trainer.state.log_history[0]
+        seen.append((float(log["loss"]), float(log["grad_norm"])))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-3)
 
 
 def test_half_precision_and_empty_texts(out: Path, family: str) -> None:
