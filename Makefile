@@ -115,7 +115,7 @@ mutants: env
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(WORKERS) $(if $(MUTANTS),'$(MUTANTS)')
 	$(BIN)/mutmut results
 
-# What other libraries do against expectation (findings/README.md): which of it has changed. About 20 minutes; needs a registry.
+# What other libraries do against expectation (findings/README.md): which of it has changed. Half a minute each; needs a registry.
 findings: env
 	@changed=0; for script in findings/*.sh; do \
 		output=$$($$script 2>&1) && status="as described" || { status="CHANGED, or can't be installed (status $$?)"; changed=1; }; \
