@@ -71,8 +71,8 @@ def loss_and_gradient(config, auto_class, labels, steps=1, divided_by_trainer=Fa
     rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": label} for ids, label in zip(input_ids, labels)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, per_device_train_batch_size=8 // steps // processes, gradient_accumulation_steps=steps, max_steps=1, logging_steps=1,
-            max_grad_norm=1e9, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+            folder, per_device_train_batch_size=8 // steps // processes, gradient_accumulation_steps=steps,
+            max_steps=1, logging_steps=1, max_grad_norm=1e9, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
             ddp_backend="gloo" if processes > 1 else None,
         )
         trainer = Trainer(model, arguments, train_dataset=rows)
@@ -96,8 +96,10 @@ for divided_by_trainer in (False, True):
         for kind, (auto_class, labels) in kinds.items():
             one, four = (loss_and_gradient(config, auto_class, labels, steps, divided_by_trainer) for steps in (1, 4))
             ratio = four[1] / one[1]
+            setting = ", accepts_loss_kwargs = False" if divided_by_trainer else ""
             print(
-                f"seen: {name}, {kind}{', accepts_loss_kwargs = False' * divided_by_trainer}: loss {one[0]:.3f} and {four[0]:.3f}, gradient {one[1]:.3f} and {four[1]:.3f}"
+                f"seen: {name}, {kind}{setting}: loss {one[0]:.3f} and {four[0]:.3f}, "
+                f"gradient {one[1]:.3f} and {four[1]:.3f}"
             )
             is_right = divided_by_trainer or (kind == "masked language model" and name != "BERT")
             as_described &= abs(ratio - (1 if is_right else 4)) < 1e-3

@@ -97,17 +97,14 @@ def test_three_kills_at_random_moments(
     assert isinstance(config, SweepConfig)
     draw = random.Random(7)
 
-    def records() -> list[Path]:
+    def recorded() -> list[Path]:
         """The files of records; a kill may leave one that is being written, whose name begins with a dot."""
         return [file for file in trials.glob("*.json") if not file.name.startswith(".")]
 
-    def recorded() -> int:
-        return len(records())
-
     for kill in range(3):
         driver = subprocess.Popen([*DRIVE, str(path)], start_new_session=True)
-        target = min(recorded() + draw.randint(3, 15), 57)
-        assert wait_until(lambda target=target: recorded() >= target, 60)
+        target = min(len(recorded()) + draw.randint(3, 15), 57)
+        assert wait_until(lambda target=target: len(recorded()) >= target, 60)
         time.sleep(draw.uniform(0, 0.2))
         driver.kill()
         driver.wait()
@@ -115,8 +112,8 @@ def test_three_kills_at_random_moments(
         before = log.read_text()
         time.sleep(0.6)
         assert log.read_text() == before, f"a worker continues after kill {kill}"
-    assert 9 <= recorded() < 60
-    written = {file.name: file.stat().st_mtime_ns for file in records()}
+    assert 9 <= len(recorded()) < 60
+    written = {file.name: file.stat().st_mtime_ns for file in recorded()}
     last = subprocess.run([*DRIVE, str(path)], capture_output=True, text=True, timeout=120)
     assert last.returncode == 0, last.stdout + last.stderr
     require_complete(config, log)
