@@ -179,6 +179,8 @@ def run_tests(name: str) -> str:
         *files,
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for line in re.findall(r"^(?:FAILED|ERROR) .*", run.stdout, re.MULTILINE):
+        say(line)
     return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|error)", run.stdout.splitlines()[-1]))
 
 
