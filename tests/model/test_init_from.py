@@ -299,7 +299,7 @@ def test_eurobert_s_own_checkpoints_load_without_their_code(trust_remote_code: b
 
 def test_a_family_whose_attention_can_t_be_replaced_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gptj", vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+        AutoConfig.for_model("falcon", vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     ).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its family's attention can't be replaced"):
         load_language_model(str(tmp_path))
