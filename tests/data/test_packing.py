@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -168,6 +169,10 @@ def test_padding_follows_the_last_segment() -> None:
     assert stored["tokens"].tolist() == [5, 6, 7, 9, 9, 9]
     assert stored["tokens"].dtype == np.uint16
     assert stored["lengths"].tolist() == [2, 1]
+
+
+def test_half_a_surrogate_pair_in_an_id_is_hashed_by_its_bytes() -> None:
+    assert document_number("\ud83d") == int.from_bytes(blake2b(b"\xed\xa0\xbd", digest_size=8).digest(), "big")
 
 
 def test_the_split_is_a_hash_of_the_id() -> None:

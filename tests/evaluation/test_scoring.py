@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,19 @@ def test_scores_of_each_split_and_query() -> None:
     task.load_data()
     assert score(Retriever(RandomEmbedder()), task)[0] == scores
     assert task.data_loaded
+
+
+def test_a_task_s_own_scores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = retrieval_task("Own", {"d1": "a", "d2": "b"}, {"q": "a"}, {"test": {"q": {"d1": 1}}})
+    seen = []
+
+    def own(self: Any, scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
+        seen.append((scores["q"]["ndcg_cut_10"], qrels["q"], list(results["q"]), hf_split, hf_subset))
+        return {"own": 0.25}
+
+    monkeypatch.setattr(type(task), "task_specific_scores", own)
+    assert score(Retriever(RandomEmbedder()), task)[1].scores["test"][0]["own"] == 0.25
+    assert seen == [(1, {"d1": 1}, ["d1", "d2"], "test", "default")]
 
 
 def test_bm25_finds_a_document_by_its_rare_word() -> None:

@@ -170,7 +170,12 @@ def test_each_query_is_compared_with_the_documents_of_its_mask(k: int, block: in
 def gather_from(ranks: list[ExactTopK]) -> Callable[[Tensor], list[Tensor]]:
     """Return a `gather` for these ranks."""
     sent = [rank._best for rank in ranks]
-    return lambda best: sent
+
+    def gather(best: Tensor) -> list[Tensor]:
+        assert any(best is part for part in sent)
+        return sent
+
+    return gather
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
