@@ -20,7 +20,7 @@ from biphasic.checkpointing.start_rules import (
 )
 from biphasic.config.base import flatten
 from biphasic.config.load import dump
-from biphasic.config.plan import plan
+from biphasic.config.plan import StartPlan, plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.preflight import disk_needs
@@ -252,7 +252,9 @@ def test_many_checkpoints_are_not_all_listed(write_yaml: Write) -> None:
 
 def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
-    assert ResumeGuard(config_of(write_yaml("new", **keys))).plan_start().batch == 0
+    assert ResumeGuard(config_of(write_yaml("new", **keys))).plan_start() == StartPlan(0, None, "new weights")
+    continued = config_of(write_yaml("continued", **keys, model={"init_from": "org/encoder"}))
+    assert ResumeGuard(continued).plan_start() == StartPlan(0, None, "the weights of org/encoder")
     trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
     folder = write_manifests(trunk, 10, 20)
     path = write_yaml(
@@ -281,7 +283,8 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     assert disk_needs(config_of(path)) == [(own, 14 * each)]
     # Its own checkpoint comes first.
     write_manifests(config_of(path), 12)
-    assert ResumeGuard(config_of(path)).plan_start().source == "its own newest checkpoint"
+    newest = f"{config_of(path).checkpoint_destination}/ba12-rank0.pt"
+    assert ResumeGuard(config_of(path)).plan_start() == StartPlan(12, newest, "its own newest checkpoint")
     # A share that moves the end of a phase that is done.
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
     write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
