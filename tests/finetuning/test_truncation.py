@@ -138,4 +138,4 @@ def test_single_texts_for_a_template_of_pairs_are_refused(tokenizer: TextTokeniz
     )
     config = ClassificationConfig(kind="classification", name="it", data=data, text="{text}{text_pair}")
     with pytest.raises(UserError, match="single texts"):
-        Classification(config, tokenizer, "").examples("test")
+        Classification(config, tokenizer, str(tmp_path / "cache")).examples("test")
