@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Composer 0.32.1: SWA(schedule_swa_lr=True, swa_lr=0.01) anneals the learning rate to 1.0, whatever swa_lr says.
+# Composer 0.32.1: SWA(schedule_swa_lr=True, swa_lr=0.01) doesn't use swa_lr; without a scheduler the learning rate goes to 1.0.
 #
 # Expected: while weights are averaged, the optimizer's learning rate goes to swa_lr, "the final learning rate to anneal towards".
-# Seen: SWA replaces swa_lr, when training begins and again when averaging does, by the last learning rate of Composer's scheduler. Without a
-# scheduler that is 1.0, and so is the multiplier of a scheduler that keeps the rate: from an optimizer's rate of 0.1 it rises
-# tenfold within four batches, and from 1e-4 it would ten-thousandfold. swa_lr=0.01 and swa_lr=0.5 train alike. Nothing warns of it.
+# Seen: SWA replaces swa_lr by the last learning rate of the Trainer's scheduler. Without a scheduler it takes 1.0: from an optimizer's rate of
+# 0.1, or of 0.0001, the rate rises to 1.0 within four batches. With a scheduler that keeps the rate, it stays as it is. swa_lr=0.01
+# and swa_lr=0.5 train alike. Nothing warns of it.
 #
 # Checked on 2026-11-30, Python 3.11, Linux x86-64, without a GPU.
 # Exit status: 0 as described here, 1 if the library behaves differently, another one if it can't be installed.
@@ -29,6 +29,7 @@ import torch
 from composer import Callback, Trainer
 from composer.algorithms import SWA
 from composer.models import ComposerModel
+from composer.optim import ConstantScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -44,17 +45,18 @@ class Model(ComposerModel):
         return outputs.square().mean()
 
 
-def rates(swa_lr):
-    """The learning rate of each batch."""
+def rates(lr, swa_lr, scheduler=None):
+    """The learning rate of each batch, from `lr` on."""
     seen, model = [], Model()
 
     class Rates(Callback):
         def batch_start(self, state, logger):
-            seen.append(round(state.optimizers[0].param_groups[0]["lr"], 3))
+            seen.append(round(state.optimizers[0].param_groups[0]["lr"], 4))
 
     Trainer(
         model=model,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizers=torch.optim.SGD(model.parameters(), lr=lr),
+        schedulers=scheduler,
         train_dataloader=DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2),
         max_duration="5ep",
         algorithms=[SWA("2ep", "4ep", "1ba", schedule_swa_lr=True, swa_lr=swa_lr, anneal_steps=4)],
@@ -66,11 +68,20 @@ def rates(swa_lr):
 
 
 print("composer", composer.__version__)
-print("expected: from 0.1 to 0.01, and from 0.1 to 0.5")
-low, high = rates(0.01), rates(0.5)
-for swa_lr, seen in ((0.01, low), (0.5, high)):
-    print(f"seen: swa_lr={swa_lr}: {', '.join(f'{rate:g}' for rate in seen)}")
-sys.exit(not (low == high and low[0] == 0.1 and low[-1] == 1.0))
+print("expected: the last rates are 0.01 and 0.5, from 0.1 on")
+low, high = rates(0.1, 0.01), rates(0.1, 0.5)
+kept = [rates(0.1, swa_lr, ConstantScheduler()) for swa_lr in (0.01, 0.5)]
+small = rates(0.0001, 0.01)
+for described, seen in (
+    ("swa_lr=0.01", low),
+    ("swa_lr=0.5", high),
+    ("swa_lr=0.01, from 0.0001 on", small),
+    ("swa_lr=0.01, with a ConstantScheduler", kept[0]),
+    ("swa_lr=0.5, with a ConstantScheduler", kept[1]),
+):
+    print(f"seen: {described}: {', '.join(f'{rate:g}' for rate in seen)}")
+without = low == high and low[0] == 0.1 and small[0] == 0.0001 and low[-1] == small[-1] == 1.0
+sys.exit(not (without and all(set(seen) == {0.1} for seen in kept)))
 PYTHON
 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 "$work/venv/bin/python" "$work/averaging.py" 2>"$work/errors" || {
     status=$?

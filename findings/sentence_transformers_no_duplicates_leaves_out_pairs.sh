@@ -56,10 +56,11 @@ def train(folder, sampler, epochs):
     """The sizes of batches, and how many pairs are trained."""
     torch.manual_seed(0)
     model = SentenceTransformer(f"{folder}/model", device="cpu")
-    options = dict(per_device_train_batch_size=64, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
-    options |= dict(num_train_epochs=epochs, batch_sampler=sampler)
     Recorded.batches.clear()
-    arguments = SentenceTransformerTrainingArguments(f"{folder}/out", **options)
+    arguments = SentenceTransformerTrainingArguments(
+        f"{folder}/out", num_train_epochs=epochs, per_device_train_batch_size=64, batch_sampler=sampler,
+        report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )
     trainer = SentenceTransformerTrainer(model, arguments, data, loss=Recorded(model))
     trainer.remove_callback(PrinterCallback)
     trainer.train()

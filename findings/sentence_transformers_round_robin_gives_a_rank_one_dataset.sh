@@ -61,9 +61,11 @@ def train(rank, folder, port, ranks, seen):
         for kind in "ab"
     }
     model = SentenceTransformer(f"{folder}/model", device="cpu")
-    options = dict(per_device_train_batch_size=8, multi_dataset_batch_sampler="round_robin", num_train_epochs=1)
-    options |= dict(report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
-    arguments = SentenceTransformerTrainingArguments(f"{folder}/out{rank}", **options)
+    arguments = SentenceTransformerTrainingArguments(
+        f"{folder}/out{rank}", num_train_epochs=1, per_device_train_batch_size=8,
+        multi_dataset_batch_sampler="round_robin",
+        report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )
     trainer = SentenceTransformerTrainer(model, arguments, datasets, loss=Recorded(model))
     trainer.remove_callback(PrinterCallback)
     trainer.train()

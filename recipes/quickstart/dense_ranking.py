@@ -50,7 +50,8 @@ def trainer_inputs(arguments: Callable[..., Any], options: argparse.Namespace) -
         per_device_train_batch_size=options.batch_size,
         learning_rate=options.lr,
         warmup_steps=0.1,
-        # An epoch leaves out pairs of queries that have many passages (findings/sentence_transformers_no_duplicates_…).
+        # An epoch leaves out pairs of queries that have many passages:
+        # findings/sentence_transformers_no_duplicates_leaves_out_pairs.sh.
         batch_sampler=BatchSamplers.NO_DUPLICATES,
         seed=options.seed,
         save_strategy="no",
