@@ -334,9 +334,11 @@ def main() -> int:
     runs = [(file, options.ranks) for file in options.files] or YAMLS
     _print_row(_HEADER)
     failures = []
-    # In new processes, because a rehearsal replaces parts of PyTorch.
     processes = min(options.processes, sum(len(counts) for _, counts in runs))
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    # Each in a process of its own, because a rehearsal replaces parts of PyTorch. What takes long to import is imported once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([recipe.__name__, "torch._dynamo"])
+    with ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
         futures = {
             (file, ranks): pool.submit(_rehearse, file, ranks, options.set) for file, counts in runs for ranks in counts
         }
