@@ -335,7 +335,7 @@ def main() -> int:
     _print_row(_HEADER)
     failures = []
     processes = min(options.processes, sum(len(counts) for _, counts in runs))
-    # Each in a process of its own, because a rehearsal replaces parts of PyTorch. What takes long to import is imported once.
+    # Each in a process of its own, because a rehearsal replaces parts of PyTorch; slow imports are made once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([recipe.__name__, "torch._dynamo"])
     with ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
