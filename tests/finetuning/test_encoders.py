@@ -16,12 +16,15 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    ConvBertConfig,
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
+    FNetConfig,
     ModernBertConfig,
     MPNetConfig,
     NomicBertConfig,
+    NystromformerConfig,
     XLMRobertaConfig,
 )
 
@@ -136,7 +139,7 @@ def test_hidden_states_equal_the_model_s(model: Path) -> None:
     ],
 )
 def test_families_are_packed_and_equal_their_own_padded_batches(
-    config_class: type[Any], is_packed: bool, tmp_path: Path
+    config_class: type[Any], is_packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     config = config_class(
@@ -151,7 +154,7 @@ def test_families_are_packed_and_equal_their_own_padded_batches(
     bert_tokenizer(tmp_path / "model")
     encoder = load_encoder(str(tmp_path / "model"))
     encoder.backbone.eval()
-    assert encoder.is_packed == is_packed
+    assert encoder.is_packed == is_packed and "padding" not in caplog.text
     texts = [[2, *range(5, 5 + length), 3] for length in (1, 30, 2, 58, 7)]
     longest = max(map(len, texts))
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
@@ -167,6 +170,29 @@ def test_families_are_packed_and_equal_their_own_padded_batches(
     length = load_text_tokenizer(str(tmp_path / "model")).max_length
     assert length == 64 - {XLMRobertaConfig: 1, MPNetConfig: 2}.get(config_class, 0)
     encoder.hidden(torch.full((length,), 5), Segments.of([length], torch.device("cpu")))
+
+
+@pytest.mark.parametrize("config_class", [ConvBertConfig, FNetConfig, NystromformerConfig])
+def test_a_family_whose_hidden_states_depend_on_padding_is_named(
+    config_class: type[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, embedding_size=16,
+        max_position_embeddings=64, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    bert_tokenizer(tmp_path / "model")
+    encoder = load_encoder(str(tmp_path / "model"))
+    assert not encoder.is_packed
+    assert "a text's hidden states depend on padding, and so on the other texts of its batch" in caplog.text
+    text, cpu = torch.tensor([2, 7, 8, 3]), torch.device("cpu")
+    longer = torch.cat([text, torch.arange(5, 35)])
+    encoder.backbone.eval()
+    alone, together = (encoder.hidden(*given)[:4] for given in (
+        (text, Segments.of([4], cpu)), (longer, Segments.of([4, 30], cpu))
+    ))  # fmt: skip
+    assert (alone - together).abs().max() > 1e-3 * alone.abs().max()
 
 
 def test_attention_of_another_meaning_is_not_replaced() -> None:

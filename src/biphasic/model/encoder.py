@@ -18,7 +18,7 @@ from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.forward import packed_forward, padded_forward
 from biphasic.model.hf_config import config_content, is_decoder_export, is_papers
 from biphasic.model.pooling import Pooling
-from biphasic.model.probe import is_bidirectional, switch_to_packed_attention
+from biphasic.model.probe import is_bidirectional, sees_padding, switch_to_packed_attention
 from biphasic.model.segments import Segments
 from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer
 
@@ -125,7 +125,10 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     if tokens > embeddings:
         counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
         raise UserError(f"model {path}: {counts}: they don't belong together")
-    return Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
+    encoder = Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
+    if not encoder.is_packed and sees_padding(backbone, tokenizer.pad_id):
+        _log.warning("model %s: a text's hidden states depend on padding, and so on the other texts of its batch", path)
+    return encoder
 
 
 def load_embedder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
