@@ -3,8 +3,8 @@
 #
 # Expected: Streaming's and litdata's StreamingDataset give each process its share of the rows, and a loader that accelerate has prepared
 # gives the same rows: two processes read all 32.
-# Seen: `Accelerator.prepare`, with `dispatch_batches=False`, divides every IterableDataset among the processes, so that each reads half of
-# its own half: 16 rows are read by nobody, in each epoch the same ones where nothing is shuffled. transformers' Trainer prepares its
+# Seen: `Accelerator.prepare`, with `dispatch_batches=False`, divides them among the processes once more, so that each reads half of its own
+# half: 16 rows are read by nobody. transformers' Trainer prepares its
 # loaders so with `accelerator_config={"dispatch_batches": False}`. The loader that isn't prepared is right; a Trainer whose
 # `get_train_dataloader` returns it reads all rows (both seen with transformers 5.23.0).
 #

@@ -5,7 +5,7 @@
 # that of batch 7, and ends with the weights of the undisturbed run. PyTorch's own `state_dict` and `load_state_dict` do so.
 # Seen: the resume from batch 7 is right, and the one from batch 4 ends with KeyError 'late.weight': AdamW has no state for a weight without
 # a gradient, and `set_optimizer_state_dict` (torch.distributed.checkpoint), with which Composer loads, expects one for each weight.
-# With torch 2.15.0 it is a RuntimeError that asks for `StateDictOptions(strict=False)`, which Composer's Trainer has no argument for.
+# With torch 2.15.0 it is a RuntimeError that asks for `StateDictOptions(strict=False)`.
 #
 # Checked on 2026-11-30, Python 3.11, Linux x86-64, without a GPU.
 # Exit status: 0 as described here, 1 if the library behaves differently, another one if it can't be installed.

@@ -2,8 +2,7 @@
 # torch 2.7.0, Composer 0.32.1: a run that resumes with one parameter group in place of two trains without weight decay.
 #
 # Expected: a checkpoint of an optimizer with two groups, weights with a weight decay of 0.1 and biases without, is refused by an optimizer with
-# one group (PyTorch's own `load_state_dict` does so), or leaves that group's weight decay at 0.1, which all its parts ask for: the
-# optimizer's and that of the weights' group.
+# one group (PyTorch's own `load_state_dict` does so), or leaves that group's weight decay at 0.1.
 # Seen: `set_optimizer_state_dict` (torch.distributed.checkpoint) finds parameters by name, and gives the one group the settings of the
 # checkpoint's last group that has a parameter of it: weight decay 0.0 for all, without a message. With the biases' group first it is 0.1.
 # Composer loads optimizers so. torch 2.15.0 does the same.

@@ -4,9 +4,9 @@
 # Expected: AutoTokenizer encodes with the tokenizer.json of a folder, the same ids in versions 4 and 5. Two tokenizers of one's own, trained
 # with `tokenizers` and put into the class of their kind, BertTokenizerFast (WordPiece, NFC, which keeps case and accents) and
 # XLMRobertaTokenizerFast (Unigram), are saved by version 4, which encodes with them as `tokenizers` does.
-# Seen: version 5 takes only the vocabulary from tokenizer.json and makes normalizer and pre-tokenizer anew, as its class has them: BERT's
-# lowercases and removes accents, so that words that begin with a capital are other tokens or unknown ones. XLM-RoBERTa's takes
-# for unknown what has the id that the unknown token has in its own vocabulary, here [MASK]. Nothing is logged or raised. A folder whose
+# Seen: version 5 doesn't use the normalizer of BertTokenizerFast's tokenizer.json: it lowercases and removes accents, so that words that begin
+# with a capital are other tokens or unknown ones. With XLMRobertaTokenizerFast, letters that the tokenizer doesn't know become [MASK],
+# whose id is 3, in place of [UNK]. Nothing is logged or raised. A folder whose
 # tokenizer_config.json says PreTrainedTokenizerFast gives the same ids in both versions. Version 5 alone does the same: a BertTokenizer
 # made with `tokenizer_object` keeps case, and doesn't any more once it is saved and read.
 #

@@ -3,7 +3,7 @@
 #
 # Expected: a ranking follows its scores, which are Python's floats: a relevant document with 0.999999998 is above another one with
 # 0.999999985 (the probabilities of logits of 20 and 18), and its reciprocal rank is 1.
-# Seen: pytrec_eval reads scores as fp32, as trec_eval does. There both are 1.0, a tie, which the later name wins: the reciprocal rank is 1 or
+# Seen: pytrec_eval compares scores as fp32. There both are 1.0, a tie, which the later name wins: the reciprocal rank is 1 or
 # 0.5, by how the documents are named, in ir_measures and beir too, which call it. ranx ranks by the scores as given: 1. Logits in place
 # of probabilities rank right everywhere.
 #
