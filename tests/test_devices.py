@@ -15,8 +15,9 @@ import torch
 from composer.devices import DeviceCPU, DeviceGPU
 
 import biphasic
-from biphasic.devices import rank_device, require_compiler, require_precision, set_allocators, supports_bf16
+from biphasic.devices import rank_device, require_compiler, require_precision, supports_bf16
 from biphasic.errors import UserError
+from biphasic.processes import set_allocators
 
 SOURCES = [*Path(next(iter(biphasic.__path__))).rglob("*.py")]
 
@@ -136,7 +137,7 @@ def test_pytorch_accepts_its_allocators_settings_and_is_imported_after_them(tmp_
     """It refuses unknown ones. A YAML that is missing ends the command before the job is chosen."""
     code = """
 import sys
-from biphasic.devices import set_allocators
+from biphasic.processes import set_allocators
 from biphasic import main
 from unittest.mock import patch
 imported = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 import re
 import shutil
 import sys
@@ -12,11 +11,12 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from biphasic.errors import UserError
 from biphasic.processes import available_cores
 
 if TYPE_CHECKING:
-    import torch
     from composer.devices import Device
 
 
@@ -24,16 +24,6 @@ _FULL_GPU = re.compile(
     r"(CUDA|HIP) error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory|(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|"
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-def set_allocators() -> None:
-    """Set PyTorch's memory allocator, which it reads when it is imported, unless the environment has done so.
-
-    Expandable segments of GPU memory cause less fragmentation, but WSL's driver fails on them.
-    """
-    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
-        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def describe_machine_once() -> None:
@@ -57,7 +47,6 @@ def rank_device() -> Device:
     matrix products to 10 bits of mantissa. On the CPU, the ranks of a machine share the cores that its container may
     use, unless OMP_NUM_THREADS is set: PyTorch takes all cores of the machine for each.
     """
-    import torch
     from composer.devices import DeviceCPU, DeviceGPU
 
     if torch.cuda.is_available():
@@ -70,15 +59,11 @@ def rank_device() -> Device:
 
 def supports_bf16() -> bool:
     """Return whether this machine's GPU multiplies matrices in bf16, not only emulated: NVIDIA's since Ampere, and AMD's."""
-    import torch
-
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def require_precision(precision: str) -> None:
     """Raise a UserError if the precision is `amp_bf16` and no GPU here computes in bf16, or if GPUs here can't be used."""
-    import torch
-
     require_usable_gpus()
     if precision == "amp_bf16" and not supports_bf16():
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine has no GPU"
@@ -90,8 +75,6 @@ def require_precision(precision: str) -> None:
 
 def require_usable_gpus() -> None:
     """Raise a UserError if this machine has GPUs that PyTorch can't use."""
-    import torch
-
     if not torch.cuda.is_available() and (count := torch.cuda.device_count()):
         toolkit = torch.version.cuda or torch.version.hip  # pyright: ignore[reportAttributeAccessIssue]
         raise UserError(
@@ -102,8 +85,6 @@ def require_usable_gpus() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is that of a full GPU, not of full host memory, which the pinning thread reports alike."""
-    import torch
-
     text = str(error)
     by_library = _FULL_GPU.search(text) is not None and "pin memory thread" not in text
     return isinstance(error, torch.OutOfMemoryError) or by_library
@@ -125,8 +106,6 @@ def require_compiler() -> None:
 
 def use_all_gpus(arguments: list[str]) -> None:
     """Restart a single process with one process per GPU if there are several; `arguments` are Composer's launcher's."""
-    import torch
-
     count = torch.cuda.device_count()
     if "WORLD_SIZE" not in os.environ and count > 1:
         command = [sys.executable, "-m", "composer.cli", "-n", str(count), *arguments]
@@ -172,8 +151,6 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
     None if it is unknown, as for a MIG device, a part of a GPU, and for laptops' cards, named like desktops' cards.
     """
-    import torch
-
     for pattern, (half, single) in _PEAKS.items():
         if re.search(rf"\b({pattern})\b(?!.*(\bMIG\b|Laptop))", name, re.IGNORECASE):
             return 1e12 * (single if dtype == torch.float32 else half)

@@ -19,9 +19,8 @@ from biphasic.commands.next_step import after_run
 from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.composer_import import composer_imported
-from biphasic.devices import set_allocators
 from biphasic.errors import UserError
-from biphasic.processes import run_command
+from biphasic.processes import run_command, set_allocators
 from biphasic.ranks import is_first_rank, run_rank
 
 if TYPE_CHECKING:

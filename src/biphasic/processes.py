@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import select
 import signal
@@ -29,6 +30,16 @@ _MOST_FILES = 65_536
 _TEMPORARY_BYTES = 75
 """Longest path of a temporary folder: a socket's has at most 107 bytes, 32 of which are `/pymp-…/listener-…`."""
 _PR_SET_PDEATHSIG = 1
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def set_allocators() -> None:
+    """Set PyTorch's memory allocator, which it reads when it is imported, unless the environment has done so.
+
+    Expandable segments of GPU memory cause less fragmentation, but WSL's driver fails on them.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and "microsoft" not in platform.release().lower():
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def raise_file_limit() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.history import compare_histories
+from biphasic.config.history import Difference, first_difference, history_of
 from biphasic.config.load import load
 from biphasic.config.phases import MLMPhase, phase_problems, schedule_problems
 from biphasic.config.pretrain import PretrainConfig
@@ -33,6 +33,12 @@ def quickstart(*overrides: str) -> PretrainConfig:
     config = load(ROOT / "yamls" / "quickstart.yaml", [*SHARES, *overrides])
     assert isinstance(config, PretrainConfig)
     return config
+
+
+def compare_histories(
+    first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
+) -> Difference | None:
+    return first_difference(history_of(first), history_of(second), overrides)
 
 
 BASE = quickstart("microbatch_size=auto", f"global_batch_size={ROWS}", f"data.sequence_length={LENGTH}").model_dump(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from biphasic.config.history import compare_histories
+from biphasic.config.history import first_difference, history_of
 from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.errors import ConfigError
@@ -72,7 +72,7 @@ def test_plans_and_histories_know_its_keys(write_yaml: Write) -> None:
     mlm = plan(config_of(path, **{"objective.phases.1": "{name: mlm, masking_ratio: 0.25}"}), 1).details["phases"][1]
     assert (shown["objective"], shown["masking_ratio"], shown["flops"]) == (NAME, "0.25", mlm["flops"])
     other = config_of(path, **{"objective.phases.1.span": 3})
-    difference = compare_histories(config, other)
+    difference = first_difference(history_of(config), history_of(other))
     assert difference is not None
     assert (difference.batch, difference.key) == (4, "objective.phases.1.span")
     assert load(write_recorded(config, path), []) == config

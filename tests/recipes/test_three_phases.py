@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.history import compare_histories
+from biphasic.config.history import first_difference, history_of
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
@@ -48,7 +48,7 @@ def test_three_decays_cost_one_trunk(folder: Path) -> None:
     decay = int(trunk.length - 160)
     assert [(run.parent, run.start) for run in decays] == [(trunk.name, decay)] * 2
     for run in decays:
-        difference = compare_histories(configs[trunk.name], configs[run.name])
+        difference = first_difference(history_of(configs[trunk.name]), history_of(configs[run.name]))
         assert difference is not None
         assert difference.batch == decay and difference.key.startswith("objective.phases.2.data.")
     tokens = {each.shape.size for config in configs.values() for each in config.inputs}

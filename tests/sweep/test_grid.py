@@ -129,11 +129,11 @@ def test_a_plan_refuses_what_the_sweep_refuses(tmp_path: Path, capsys: pytest.Ca
     def plan() -> tuple[int, str]:
         return job.main([str(tmp_path / "sweep.yaml"), "--plan"]), capsys.readouterr().out
 
-    assert "MISSING  tickets of encoder: model " in plan()[1]
+    assert "MISSING        tickets of encoder: model " in plan()[1]
     model.mkdir()
     status, printed = plan()
-    assert status == 0 and f"MISSING  tickets of encoder: task.data {data}: " in printed
+    assert status == 0 and f"MISSING        tickets of encoder: task.data {data}: " in printed
     data.mkdir()
     (data / "task.json").write_text('{"kind": "classification"}')
     status, printed = plan()
-    assert status == 2 and "PROBLEM  tickets of encoder: " in printed and "expected tokens" in printed
+    assert status == 2 and "PROBLEM        tickets of encoder: " in printed and "expected tokens" in printed

@@ -23,7 +23,7 @@ from biphasic.errors import PREEMPTED, UserError
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
-from biphasic.sweep.plan import describe_plan, device_seconds, plan_sweep
+from biphasic.sweep.plan import device_seconds, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
 from biphasic.sweep.run import Driver, run
 from biphasic.sweep.workers import FinishedJob, TrialJob, choose_layout
@@ -130,19 +130,24 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
         {"a": {"do": "train"}, "b": {"do": "train"}}, cluster={"at_once": 1}, cost={"dollars_per_hour": 7200}
     )
     before = plan_sweep(config, "helpers.small_trials")
-    left = {"task": "sst2", "done": 0, "failed": 0, "left": 4}
-    assert before.trials == [{**left, "model": "a"}, {**left, "model": "b"}]
-    assert before.device_hours is None and "are not known before some trials have run" in describe_plan(before)
+    left = {"done": 0, "failed": 0, "left": 4}
+    assert before.details["trials"] == {"all": {**left, "left": 8}, "sst2 of a": left, "sst2 of b": left}
+    assert before.details["device_hours"] is None
+    assert "are not known before some trials have run" in before.lines["time"]
     assert not Path(config.output).exists(), "a plan writes nothing"
     assert run(config, limit=2, module="helpers.small_trials") == 0
     # Seed by seed: both rates of the first model.
     assert sorted(read_log(log, "trained")) == ["sst2-a-1e-05-0", "sst2-a-2e-05-0"]
     after = plan_sweep(config, "helpers.small_trials")
-    assert after.trials == [{**left, "model": "a", "done": 2, "left": 2}, {**left, "model": "b"}]
+    assert after.details["trials"] == {
+        "all": {"done": 2, "failed": 0, "left": 6},
+        "sst2 of a": {"done": 2, "failed": 0, "left": 2},
+        "sst2 of b": left,
+    }
     seconds = [record.seconds["total"] for record in records_of(config).values()]
-    assert after.device_hours == pytest.approx(6 * sum(seconds) / 2 / 3600)
-    assert after.dollars == pytest.approx(6 * sum(seconds))
-    assert "8 trials: 2 done, 6 left" in describe_plan(after)
+    assert after.details["device_hours"] == pytest.approx(6 * sum(seconds) / 2 / 3600)
+    assert after.details["dollars"] == pytest.approx(6 * sum(seconds))
+    assert "8 trials: 2 done, 6 left" in after.describe()
     Path(config.models["b"].path).unlink()
     missing = plan_sweep(config, "helpers.small_trials")
     assert "b.model: is not there" in missing.problems[0]
@@ -170,8 +175,9 @@ def test_other_seeds_run_at_the_chosen_rate(sweep: LoadSweep, log: Path, capsys:
     models = {"a": {"do": "train"}, "b": {"do": "train", "x": 1}}
     config = sweep(models, seeds=[0, 1, 2], rate_seeds=1, cluster={"at_once": 1})
 
-    def left() -> list[Any]:
-        return [row["left"] for row in plan_sweep(config, "helpers.small_trials").trials]
+    def left() -> list[int]:
+        trials = plan_sweep(config, "helpers.small_trials").details["trials"]
+        return [trials[f"sst2 of {model}"]["left"] for model in models]
 
     assert left() == [4, 4]
     assert run(config, limit=3, module="helpers.small_trials") == 0

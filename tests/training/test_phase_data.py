@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from biphasic.config.history import compare_histories
+from biphasic.config.history import first_difference, history_of
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data import batches
@@ -122,7 +122,7 @@ def test_runs_share_the_trunk_before_a_phase_with_other_data(yaml_of: Write, tmp
     other[1]["data"]["train"]["local"] = str(tmp_path / "data" / "other")
     branch = config_of(yaml_of("branch", objective__phases=other, start_from=str(trunk)))
     alone = config_of(yaml_of("alone", objective__phases=other))
-    difference = compare_histories(config_of(yaml_of("trunk")), branch)
+    difference = first_difference(history_of(config_of(yaml_of("trunk"))), history_of(branch))
     assert difference is not None
     assert (difference.batch, difference.key) == (5, "objective.phases.1.data.train.local")
     train(branch)

@@ -214,7 +214,12 @@ def test_workers_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
     def seen(group: LocalWorkers) -> list[str]:
         while len(group.idle) < 3:
             assert group.wait(1) == []
-        return [slot.location.split()[-1] for slot in group.slots]
+        ended: dict[int, str] = {}
+        for number, slot in enumerate(group.slots):
+            slot.give(number, "about")
+        while len(ended) < 3:
+            ended |= {one.job: one.value["environment"]["CUDA_VISIBLE_DEVICES"] for one in group.wait(1)}
+        return [ended[number] for number in range(3)]
 
     with closing(LocalWorkers({})) as group:
         assert group.gpus == 2

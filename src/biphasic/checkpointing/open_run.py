@@ -23,6 +23,8 @@ from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import RunSettings, Saver, progress_after_batch
 from biphasic.checkpointing.start_rules import ResumeGuard, require_same
 from biphasic.checkpointing.stopping import StopCoordinator
+from biphasic.config.base import flatten
+from biphasic.config.load import dump
 from biphasic.data.loader_signals import end_loaders
 from biphasic.data.shards import require_shards
 from biphasic.data.streams import RowStream
@@ -63,7 +65,7 @@ class Run:
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
         settings, guard, ranks, crashes = self._settings, self._guard, self._ranks, self._settings.folder / "crashes"
-        self._require_same_on_nodes(guard.values, "give all nodes the same YAML and overrides")
+        self._require_same_on_nodes(dict(flatten(guard.config)), "give all nodes the same YAML and overrides")
         require_node_folders(self._destination, settings.streams, ranks)
         attempt, killed = ranks.on_first_rank(self._take_lock)
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
@@ -80,7 +82,7 @@ class Run:
         self._crash_file = CrashFile(crashes, attempt, ranks.rank)
         self.checkpoint = self._starting_checkpoint()
         # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
-        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(guard.recorded)}
+        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(guard.config.model_dump(mode="json"))}
         settings.local_checkpoints.mkdir(parents=True, exist_ok=True)
         ranks.once_per_machine(self._remove_unfinished)
         self._saver = Saver(settings, self._lock, self._stopping, self._resume, self._recorded)
@@ -194,7 +196,7 @@ class Run:
 
     def _write_config(self) -> None:
         if self._ranks.is_first:
-            open_store(str(self._settings.folder)).write("config.yaml", self._guard.yaml.encode())
+            open_store(str(self._settings.folder)).write("config.yaml", dump(self._guard.config).encode())
 
     def _starting_checkpoint(self) -> str | None:
         settings = self._settings

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
 from biphasic.checkpointing.upload import require_moved
-from biphasic.config.base import flatten, within
-from biphasic.config.history import Difference, compare_histories, compare_pasts, is_overridden, phase_paths
-from biphasic.config.load import dump
+from biphasic.config.base import within
+from biphasic.config.history import Difference, compare_pasts, first_difference, history_of, is_overridden, phase_paths
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
@@ -39,24 +38,9 @@ class ResumeGuard:
     """
 
     def __init__(self, config: PretrainConfig):
-        self._config = config
+        self.config = config
         # The data of phases is compared by the hash of its index, as the run's own is.
         self.overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The configuration as checkpoints record it."""
-        return self._config.model_dump(mode="json")
-
-    @property
-    def yaml(self) -> str:
-        """The configuration as the run's folder records it."""
-        return dump(self._config)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The configuration by dotted key."""
-        return dict(flatten(self._config))
 
     def own_checkpoints(self, checkpoints: Iterable[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
         """Yield the checkpoints in the run's folder. One of another run has a fault instead of its manifest, and is skipped.
@@ -73,20 +57,21 @@ class ResumeGuard:
             yield checkpoint
         if other is not None:
             raise UserError(
-                f"checkpoint.folder {self._config.checkpoint_destination}: holds the checkpoints of another run, {other}: "
+                f"checkpoint.folder {self.config.checkpoint_destination}: holds the checkpoints of another run, {other}: "
                 "choose another folder, or set run_name to that run's name, so that the configurations are compared"
             )
 
     def _is_own(self, manifest: Manifest) -> bool:
         with suppress(UserError):  # its configuration can't be read
-            is_named = manifest.run["name"] == self._config.run_name
-            is_own = is_named or compare_histories(recorded_config(manifest), self._config) is None
+            is_named = manifest.run["name"] == self.config.run_name
+            past, own = history_of(recorded_config(manifest)), history_of(self.config)
+            is_own = is_named or first_difference(past, own) is None
             return is_own and "merged" not in manifest.run  # a mean has no optimizer state
         return False
 
     def past_differences(self, manifest: Manifest, overrides: Sequence[str] = ()) -> list[Difference]:
         """Return how a checkpoint's past differs from the run's, but for `overrides`."""
-        return compare_pasts(recorded_config(manifest), self._config, manifest.last_batch, overrides)
+        return compare_pasts(recorded_config(manifest), self.config, manifest.last_batch, overrides)
 
     def require_same_past(self, manifest: Manifest, indexes: Mapping[str, str]) -> None:
         """Check that the run may resume from its own checkpoint: a restart may change the future, but not the past.
@@ -94,7 +79,7 @@ class ResumeGuard:
         `checkpoint.resume_overrides` names what may differ. Raises a UserError if something that affects the trained
         batches has changed, or the run would end before the checkpoint.
         """
-        config = self._config
+        config = self.config
         recorded, trained = recorded_config(manifest), f"{config.run_name}: its checkpoint {manifest.path} was trained"
         # Phases that all read the same may begin again.
         has_inputs = any(inputs_differ(one.inputs) for one in (recorded, config))
@@ -142,7 +127,7 @@ class ResumeGuard:
 
         The configuration in the checkpoints of such a run isn't that of its whole past.
         """
-        keys = {difference.key for difference in self.past_differences(manifest, phase_paths(self._config))}
+        keys = {difference.key for difference in self.past_differences(manifest, phase_paths(self.config))}
         changed = (key for key, _, _ in self._changed_indexes(manifest, indexes))
         return sorted({*manifest.run["overridden"], *keys, *changed})
 
@@ -154,7 +139,7 @@ class ResumeGuard:
     def _changed_indexes(self, manifest: Manifest, indexes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         """Yield the streams that the run has read at the checkpoint and whose indexes differ."""
         recorded, last_batch = manifest.run["indexes"], manifest.last_batch
-        spans = resolve_phases(self._config.objective.phases, self._config.max_duration)
+        spans = resolve_phases(self.config.objective.phases, self.config.max_duration)
         begun = ["data", *(phase_key(span.index) for span in spans if last_batch.reached(span.start))]
         for key in sorted(recorded.keys() | indexes.keys()):
             if recorded.get(key) != indexes.get(key) and any(within(key, section) for section in begun):
@@ -167,9 +152,9 @@ class ResumeGuard:
         folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where the runs
         differ and which checkpoints there are.
         """
-        path = self._config.start_from or ""
+        path = self.config.start_from or ""
         folder, batch = checkpoint_folder(path), batch_in_path(path)
-        end, complete, unusable, difference = self._config.max_duration, list[str](), list[str](), None
+        end, complete, unusable, difference = self.config.max_duration, list[str](), list[str](), None
         with user_errors(f"start_from: {path}: can't be read"):
             for checkpoint in newest_first(open_store(folder)):
                 manifest, name = checkpoint.manifest, f"ba{checkpoint.batch}"
@@ -207,7 +192,7 @@ class ResumeGuard:
 
     def plan_start(self) -> StartPlan:
         """Return where the run would start, from the manifests alone. Hashes and data are checked when it starts."""
-        config, destination = self._config, self._config.checkpoint_destination
+        config, destination = self.config, self.config.checkpoint_destination
         try:
             checkpoints = self.own_checkpoints(newest_first(open_store(destination)))
             if is_remote(destination):

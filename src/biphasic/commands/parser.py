@@ -14,7 +14,7 @@ from biphasic.errors import UserError
 from biphasic.storage.files import is_remote, without_password
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""Names and options for argparse's `add_argument`. The additional option `group` is a heading in the help."""
+"""Names and options for argparse's `add_argument`."""
 
 
 class Command(NamedTuple):
@@ -56,14 +56,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
 
     def add(self, *arguments: Argument) -> None:
-        """Add arguments, those with a `group` under its heading."""
-        groups: dict[str, Any] = {"": self}
-        for names, given in arguments:
-            options = {"group": "", **given}
-            group = options.pop("group")
-            if group not in groups:
-                groups[group] = self.add_argument_group(group)
-            groups[group].add_argument(*names, **options)
+        """Add arguments."""
+        for names, options in arguments:
+            self.add_argument(*names, **options)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         for text in sys.argv[1:] if args is None else args:

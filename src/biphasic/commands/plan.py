@@ -36,19 +36,17 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
 
     Raises a UserError if the plan can't be made.
     """
-    if config.job == "sweep":
-        from biphasic.sweep.plan import describe_plan, plan_sweep
-
-        sweep_plan = plan_sweep(config)
-        print(json.dumps(asdict(sweep_plan), indent=2) if options.json else describe_plan(sweep_plan))
-        return REFUSED if sweep_plan.problems else 0
     if config.job == "study":
         from biphasic.study.plan import describe_plan, plan_study
 
         study_plan = plan_study(config)
         print(json.dumps(asdict(study_plan), indent=2) if options.json else describe_plan(study_plan, config.cost))
         return 0
-    if config.job == "tasks":
+    if config.job == "sweep":
+        from biphasic.sweep.plan import plan_sweep
+
+        job_plan = plan_sweep(config)
+    elif config.job == "tasks":
         from biphasic.downstream.prepare import plan_tasks
 
         job_plan = plan_tasks(config, list(config.tasks))

@@ -60,10 +60,8 @@ class Difference:
         return any(last_batch.reached(time) for time in self.times)
 
 
-def compare_histories(
-    first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
-) -> Difference | None:
-    """Return the first batch that two checked configurations train differently, and a key that differs.
+def first_difference(first: History, second: History, overrides: Sequence[str] = ()) -> Difference | None:
+    """Return the first batch that two runs train differently, and a key that differs.
 
     A different constant key is a difference at batch 0. Keys that don't affect the weights, such as paths, are ignored,
     and so are those in `overrides` (`checkpoint.resume_overrides`). Only batches that both runs have are compared: None
@@ -72,11 +70,6 @@ def compare_histories(
     Tokens in a batch depend on padding, and batches in an epoch on the data. So times in `tok` or `ep` differ from any
     time in another unit, and `batch` is then the earliest possible one.
     """
-    return first_difference(history_of(first), history_of(second), overrides)
-
-
-def first_difference(first: History, second: History, overrides: Sequence[str] = ()) -> Difference | None:
-    """Return what `compare_histories` does, of two runs that are compared with many others."""
     if constants := _constant_differences(first, second, overrides):
         return constants[0]
     compared = (

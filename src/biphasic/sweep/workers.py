@@ -19,7 +19,6 @@ from importlib import import_module
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
-from biphasic.devices import is_out_of_memory
 from biphasic.errors import UserError, first_line
 from biphasic.storage import open_store
 from biphasic.sweep.grid import TRIAL_MODULE
@@ -102,6 +101,9 @@ class Worker:
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
             files = result.predictions
         except Exception as error:
+            # Here, because a sweep must name missing files before torch is imported.
+            from biphasic.devices import is_out_of_memory
+
             if is_out_of_memory(error) and self._per_device > 1:
                 return FinishedJob(job, lost="its GPU was full")
             record = failed_record(job, error, traceback.format_exc())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,7 +24,7 @@ class Slot:
     """A worker and its job."""
 
     def __init__(self, executor: Executor, factory: Callable[..., Any], arguments: Any):
-        self._executor, self.location, self.job, self.is_retired = executor, "", None, False
+        self._executor, self.job, self.is_retired = executor, None, False
         self.pending: Future[Any] | None = self._submit(_create, factory, arguments)
 
     def give(self, job: Any, method: str, *arguments: Any) -> None:
@@ -142,7 +140,7 @@ class WorkerGroup(ABC):
         if job is not None:
             return EndedJob(job, None if error else call.result(), error, lost, number)
         if error is None:
-            self._failed_starts, slot.location = 0, call.result()
+            self._failed_starts = 0
             return None
         if isinstance(error, UnusableWorker):
             slot.close()
@@ -164,11 +162,9 @@ _object: Any = None
 """In a worker process, the object whose methods are called."""
 
 
-def _create(factory: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Create a worker's object, and return the names of its machine and its GPUs."""
+def _create(factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     global _object
     _object = factory(*arguments)
-    return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
 def _call(method: str, *arguments: Any) -> Any:
