@@ -16,6 +16,4 @@ for package in sorted({*lines, *BUDGETS}):
 print(f"{'all':14} {sum(lines.values()):6,} of {sum(BUDGETS.values()):6,}")
 above = [package for package, count in sorted(lines.items()) if count > BUDGETS.get(package, 0)]
 if above:
-    sys.exit(
-        f"more lines than [tool.biphasic.lines] allows: {', '.join(above)}. Remove some, or raise a budget on purpose"
-    )
+    sys.exit(f"more lines than [tool.biphasic.lines] allows: {', '.join(above)}. Remove some, or raise a budget on purpose")

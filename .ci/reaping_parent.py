@@ -5,8 +5,6 @@ The first process of some containers, such as CI's, does not reap orphans: they 
     python3 .ci/reaping_parent.py COMMAND [ARGUMENT ...]
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

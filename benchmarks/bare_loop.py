@@ -7,8 +7,6 @@ The same network from the same seed, the same batches in the same order, the sam
 learning rates as the YAML's run; no Composer, no Streaming, no logging, no checkpoints. The batches are in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ Memory is the peak of all of convert's processes, at the requested size and at t
 of the text. The start of the processes, which is the same for any size, is reported separately.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

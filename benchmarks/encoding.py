@@ -4,8 +4,6 @@ Two models: one in EuroBERT's format, which Biphasic packs, and a BERT. Both lib
 including tokenization.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

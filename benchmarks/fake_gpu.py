@@ -5,8 +5,6 @@ real. The process group is PyTorch's fake one, whose collectives do nothing. PyT
 this, so `fake_gpu` replaces private parts. It is tested with torch 2.11 and with the version in requirements.lock.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterator

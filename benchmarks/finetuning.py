@@ -5,8 +5,6 @@ shape, which Biphasic packs, and a BERT, which both trainers call with padding. 
 `DataCollatorWithPadding`, and also with `group_by_length`, which changes the order of texts.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile
@@ -88,9 +86,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
         pq.write_table(pa.table(rows, SCHEMAS["classification"]), folder / "set" / f"{split}.parquet")
     record = {"kind": "classification", "label_names": ["a", "b"], "rows": {}}
     (folder / "set" / "task.json").write_text(json.dumps(record))
-    vocabulary = {
-        word: index for index, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(shape.words))])
-    }
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(shape.words))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(["pad_token", "eos_token", "cls_token", "sep_token", "mask_token"], SPECIAL, strict=True))

@@ -12,8 +12,6 @@ gpu-NAME.{json,md} in `--results`, so that an interrupted run keeps what it has 
 The search for the largest microbatch compiles the layers for three or four numbers of rows; `--rows` replaces it.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

@@ -1,7 +1,5 @@
 """The measurements of benchmarks/gpu.py as JSON and Markdown, written after each one, and the GPU and its own rates."""
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

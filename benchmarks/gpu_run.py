@@ -9,8 +9,6 @@ the tables in `--results`, written after the first run and at the end. On a CPU:
 model's keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

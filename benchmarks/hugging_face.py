@@ -3,8 +3,6 @@
 Models, collators and Trainers are those of run_clm.py, run_mlm.py, run_glue.py and of sentence-transformers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -111,9 +109,7 @@ def samples(way: str, shape: Shape) -> tuple[list[np.ndarray], int]:
     texts = documents(shape)
     if way == "packed":
         joined = np.concatenate(texts)
-        rows = [
-            joined[start : start + shape.length] for start in range(0, len(joined) - shape.length + 1, shape.length)
-        ]
+        rows = [joined[start : start + shape.length] for start in range(0, len(joined) - shape.length + 1, shape.length)]
         return rows, shape.microbatch
     truncated = [text[: shape.length] for text in texts]
     mean = sum(map(len, truncated)) / len(truncated)

@@ -7,8 +7,6 @@ peak memory of its own process, beyond the head's weight, its gradient and the h
 position, MLM 40% of them. The table marks points that don't fit the machine's free memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -41,9 +39,7 @@ def measure(
             point: dict[str, Any] = {"phase": phase, "tokens": count}
             for kind in KINDS:
                 say(f"{phase}, {count} tokens, {kind}")
-                measurements = [
-                    _run_point(kind, phase, count, vocabulary, width, limit, threads) for _ in range(repeats)
-                ]
+                measurements = [_run_point(kind, phase, count, vocabulary, width, limit, threads) for _ in range(repeats)]
                 completed = [measurement for measurement in measurements if measurement is not None]
                 point[kind] = None
                 if len(completed) == repeats:
@@ -147,9 +143,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         print(json.dumps(point(kind, phase, *map(int, sizes))))
         return
-    results = measure(
-        options.tokens, options.vocabulary, options.width, options.repeats, options.limit, options.threads
-    )
+    results = measure(options.tokens, options.vocabulary, options.width, options.repeats, options.limit, options.threads)
     note = (
         f"Width {options.width}, vocabulary {options.vocabulary:,}, fp32, {options.threads} threads, forward and backward; "
         f"bytes are the process's peak above weights, their gradients and hidden states. MLM predicts {MASKING_RATIO:.0%}."

@@ -15,8 +15,6 @@ tokens. The timed steps include no validation, no saving and no logging to servi
 Needs accelerate, which Hugging Face's Trainer imports: it is in the `dev` extra.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -81,9 +79,7 @@ def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             ratio = [f"{results['ratios'][name][phase]:.2f}", f"≥ {GOALS[name]}"] if name in GOALS else ["", ""]
             trainer = "Biphasic" if name == "ours" else f"Hugging Face, {name}"
             speed = f"{rate['tokens_per_second']:,.0f}"
-            rows.append(
-                [f"{phase.upper()}: {trainer}", f"{rate['tokens']:,.0f}", f"{rate['seconds']:.3f}", speed, *ratio]
-            )
+            rows.append([f"{phase.upper()}: {trainer}", f"{rate['tokens']:,.0f}", f"{rate['seconds']:.3f}", speed, *ratio])
     return ["", "real tokens a step", "seconds a step (median)", "tokens/s", "Biphasic over it", "goal"], rows
 
 

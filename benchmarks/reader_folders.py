@@ -4,8 +4,6 @@ Each folder in WORK has `expected.json` beside it (`NAME.json`): the actions tha
 outputs of Biphasic's own packed attention and tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -4,8 +4,6 @@ WORK has the folders and `actions.json` (reader_folders.py). For each folder and
 what was logged meanwhile, or an `error`. Nothing of Biphasic is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

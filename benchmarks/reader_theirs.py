@@ -4,8 +4,6 @@
 `python reader_theirs.py read WORK OUT` reads them with Biphasic. Folders of networks have their own software's outputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

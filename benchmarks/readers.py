@@ -5,8 +5,6 @@ Small random models (reader_folders.py) are loaded by the packages of READERS, e
 temporary folder, before the environment's own, whose torch they share. Takes about ten minutes on two cores.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ check fails: tensors on different devices or of other dtypes, FLOPs that differ 
 breaks.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import multiprocessing
@@ -326,9 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rehearse the pretraining YAMLs without a GPU.")
     parser.add_argument("files", nargs="*", help="YAMLs; default: those that describe a new model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of ranks of the given YAMLs")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="key=value", help="replace values, e.g. microbatch_size=2"
-    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="replace values, e.g. microbatch_size=2")
     parser.add_argument("--processes", type=int, default=2, help="number of rehearsals at a time")
     options = parser.parse_args()
     runs = [(file, options.ranks) for file in options.files] or YAMLS

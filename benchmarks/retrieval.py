@@ -4,8 +4,6 @@ The same texts, weights, batch, number of steps, optimizer and schedule, with gr
 both sides. The result is also what the trained models score on held-out queries, by one function.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

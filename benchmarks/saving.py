@@ -9,8 +9,6 @@ cores, which are idle on a GPU machine. So does the server, which is usually ano
 The server's CPU time is shown for each save.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ counts one step of CLM and one of MLM. Losses must agree at every step, over ran
 Efficiency is the speed of two ranks over twice the speed of one.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable
@@ -67,9 +65,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "largest_difference_of_losses": agreed.largest,
         "rates": by_way,
-        "over_bare": {
-            name: speed[name] / speed[name.replace("ours", "bare")] for name in WAYS if name.startswith("ours")
-        },
+        "over_bare": {name: speed[name] / speed[name.replace("ours", "bare")] for name in WAYS if name.startswith("ours")},
         "efficiency": {
             name: speed[name] / (2 * speed[f"{name.partition('_')[0]}_1"])
             for name, (_, ranks, _) in WAYS.items()

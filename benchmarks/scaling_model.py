@@ -14,8 +14,6 @@ depends on the latency of a hop, which is NCCL's own estimate. nccl-tests on a c
 192 and 288 GPUs, would refute it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

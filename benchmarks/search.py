@@ -5,8 +5,6 @@ the comparison find the largest inner products of vectors in memory, in processe
 in fp64, `faiss.IndexFlatIP` in fp32.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess
@@ -169,9 +167,7 @@ def beside_faiss(results: dict[str, Any]) -> str:
     ratio = median(peer / own for own, peer in zip(ours, faiss, strict=True))
     size = f"{shape.queries:,} queries, {shape.documents:,} documents, width {shape.width}, k {shape.k}"
     name = f"faiss.IndexFlatIP {version('faiss-cpu')}"
-    return (
-        f"In memory, {size}: {rates[0]}, and {rates[1]} with {name}: {ratio:.2f}, the median of {shape.rounds} rounds."
-    )
+    return f"In memory, {size}: {rates[0]}, and {rates[1]} with {name}: {ratio:.2f}, the median of {shape.rounds} rounds."
 
 
 def main() -> None:

@@ -5,8 +5,6 @@ stores`). Each promise is tried with boto3 alone; then `biphasic preflight`'s ow
 run try to lock one folder at once, and the tests that run on each kind of store are run on this one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -84,9 +82,7 @@ def list_after_write(client: Any) -> str:
 
 def listed_keys(client: Any) -> str:
     with ThreadPoolExecutor(8) as pool:
-        list(
-            pool.map(lambda number: client.put_object(Bucket="bucket", Key=f"many/{number:05d}", Body=b""), range(KEYS))
-        )
+        list(pool.map(lambda number: client.put_object(Bucket="bucket", Key=f"many/{number:05d}", Body=b""), range(KEYS)))
     pages = client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix="many/")
     return f"{len([item for page in pages for item in page['Contents']]):,}"
 
@@ -122,9 +118,7 @@ def checksums(folder: Path, certificate: Path, address: str, mode: str) -> str:
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
 
-    config = Config(
-        retries={"total_max_attempts": 1}, request_checksum_calculation=mode, response_checksum_validation=mode
-    )
+    config = Config(retries={"total_max_attempts": 1}, request_checksum_calculation=mode, response_checksum_validation=mode)
     client = boto3.Session().client("s3", endpoint_url=address, verify=str(certificate), config=config)
     (file := folder / "checksums").write_bytes(os.urandom(9 << 20))
     client.upload_file(str(file), "bucket", "checksums", Config=TransferConfig(max_concurrency=1))
@@ -211,9 +205,7 @@ def measure(name: str, folder: Path, tests: bool) -> dict[str, str]:
         place = make_bucket(f"{ {'azurite': 'az', 'google': 'gs'}.get(name, 's3') }://bucket")
         found: dict[str, str] = {}
         if place.startswith("s3://"):
-            client = s3_client(
-                request_checksum_calculation="when_required", response_checksum_validation="when_required"
-            )
+            client = s3_client(request_checksum_calculation="when_required", response_checksum_validation="when_required")
             tries: dict[str, Callable[[], str]] = {
                 "write only if absent": partial(conditional_put, client, IfNoneMatch="*"),
                 "write only if unchanged": partial(conditional_put, client, IfMatch='"0"'),

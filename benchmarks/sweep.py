@@ -6,8 +6,6 @@ half of them before the sweep and half after it, so that a machine whose speed d
 the loops are timed, without imports, loading, tokenization and scoring.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

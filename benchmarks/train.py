@@ -10,8 +10,6 @@ Biphasic saves a checkpoint at the switch. The cost of the switch is the longest
 by the median of the step's phase. The bare loop writes nothing: its cost shows how much steps vary.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

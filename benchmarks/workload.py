@@ -4,8 +4,6 @@ Everything depends on a seed. Documents have log-normal lengths and are packed b
 MLM second. Everything runs on the CPU, in fp32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -114,9 +112,7 @@ def report(
 def machine() -> dict[str, Any]:
     """Processor, cores that may be used, memory, and the versions that matter."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     packages = ("torch", "transformers", "tokenizers", "mosaicml", "mosaicml-streaming", "pyarrow", "ray")
     about = {"processor": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
@@ -142,8 +138,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {
-        word: index
-        for index, word in enumerate([*SPECIAL.values(), *(f"w{index}" for index in range(size - len(SPECIAL)))])
+        word: index for index, word in enumerate([*SPECIAL.values(), *(f"w{index}" for index in range(size - len(SPECIAL)))])
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(folder)

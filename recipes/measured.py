@@ -12,8 +12,6 @@ Each number in a results.json names its source in the run's folder, so that a ne
 In a `.jsonl` file, `key` is a metric's name, whose last value counts; in a `.json` file, a JSON pointer (RFC 6901).
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

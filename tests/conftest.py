@@ -1,7 +1,5 @@
 """Fixtures that several folders use."""
 
-from __future__ import annotations
-
 import gc
 import ipaddress
 import os

@@ -11,8 +11,6 @@ Each chain is a run of its own (`chain.py`) whose starts meet five to eight faul
 to its end. It must then be the run without faults. A failed chain ends the soak; its folder stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

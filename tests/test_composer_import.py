@@ -1,7 +1,5 @@
 """What Composer and transformers import in a run's process, and what the process can still do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The device of a rank, and its allocators' settings."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """`import biphasic` imports nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

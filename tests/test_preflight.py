@@ -1,7 +1,5 @@
 """Whether machines are fit for a run, output before it starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

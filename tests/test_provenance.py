@@ -1,7 +1,5 @@
 """The commit, machine and versions in records."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

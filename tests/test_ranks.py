@@ -1,7 +1,5 @@
 """A fault of any rank as a person sees it: the exit status, the output, and the record of the attempt."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -136,9 +134,7 @@ def test_a_mistake_that_all_ranks_see_is_shown_once(write_yaml: Write) -> None:
 def test_every_job_sets_the_timeout() -> None:
     """Composer's own, 300 s, ends a run whose data stalls on one rank."""
     calls = [
-        call
-        for file in (ROOT / "src").rglob("*.py")
-        for call in re.findall(r"initialize_dist\((.*)\)", file.read_text())
+        call for file in (ROOT / "src").rglob("*.py") for call in re.findall(r"initialize_dist\((.*)\)", file.read_text())
     ]
     assert len(calls) >= 5
     assert set(calls) == {"rank_device(), COLLECTIVE_SECONDS", "rank_device(), timeout=86_400.0"}

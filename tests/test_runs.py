@@ -1,7 +1,5 @@
 """The report of a run: checkpoints, attempts, lost tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -58,9 +56,7 @@ def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.Capture
     assert "holds no run (no checkpoints, no attempts)" in error or "can't be read" in error
 
 
-def test_damaged_files_of_a_run_are_named(
-    write_yaml: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_damaged_files_of_a_run_are_named(write_yaml: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = train(config_of(write_yaml("damaged")))
     [attempt] = (folder / "checkpoints" / "attempts").iterdir()
     attempt.write_text("")

@@ -79,9 +79,7 @@ def test_offline_flags_in_another_form_are_refused(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", "0")
-    with pytest.raises(
-        UserError, match=r"huggingface_hub \S+: huggingface_hub.constants.HF_HUB_OFFLINE is of type str"
-    ):
+    with pytest.raises(UserError, match=r"huggingface_hub \S+: huggingface_hub.constants.HF_HUB_OFFLINE is of type str"):
         tasks._local_only(Path("cache")).__enter__()
     monkeypatch.delattr(config, "HF_HUB_OFFLINE")
     with pytest.raises(UserError, match=r"datasets \S+: datasets.config.HF_HUB_OFFLINE does not exist"):
@@ -100,9 +98,7 @@ def test_a_cache_folder_in_another_form_is_refused(monkeypatch, tmp_path):
 def test_scores_by_query_in_another_form_are_refused(monkeypatch):
     task = retrieval_task("set", {"d": "text"}, {"q": "query"}, {"test": {"q": {"d": 1}}})
     monkeypatch.setattr(AbsTaskRetrieval, "task_specific_scores", lambda self, scores, qrels, split: {})
-    with pytest.raises(
-        UserError, match=r"mteb \S+: .*task_specific_scores has the parameters \(scores, qrels, split\)"
-    ):
+    with pytest.raises(UserError, match=r"mteb \S+: .*task_specific_scores has the parameters \(scores, qrels, split\)"):
         scoring.score(None, task)
     assert "task_specific_scores" not in vars(task)
 

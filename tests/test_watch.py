@@ -1,7 +1,5 @@
 """`biphasic watch`: scores of a run's checkpoints while it trains, on disk and on S3, killed, restarted and too late."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

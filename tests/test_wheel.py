@@ -1,7 +1,5 @@
 """The wheel: it holds all that the package needs, and installs beside a Composer that plain pip gives."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -22,9 +20,7 @@ PLAIN = ("mosaicml==0.32.1", "mosaicml-streaming==0.13.0", "transformers<5")
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     keys = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=keys, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=keys, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,9 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_pretrains_without_the_repository(wheel: Path, write_yaml: Write, tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     run("uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--target", installed, wheel, cwd=tmp_path)
-    where = run(
-        sys.executable, "-c", "import biphasic; print(biphasic.__file__)", cwd=tmp_path, PYTHONPATH=str(installed)
-    )
+    where = run(sys.executable, "-c", "import biphasic; print(biphasic.__file__)", cwd=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.strip()).is_relative_to(installed)
     path = write_yaml(max_duration="8ba")
     command = (sys.executable, "-m", "composer.cli", "-n", "1", "-m", "biphasic.main", path)

@@ -11,8 +11,6 @@ docs/finetune.md (Hard negatives) has the commands that follow. MODEL is one tha
 `--count` negatives is left out, and counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -71,9 +69,7 @@ def mine(options: argparse.Namespace) -> None:
         "negatives": list(map(list, negatives)),
     }
     options.out.write_bytes(parquet_bytes(columns))
-    print(
-        f"{options.out}: {len(mined['query']):,} of {len(pairs['query']):,} pairs, each with {options.count} negatives"
-    )
+    print(f"{options.out}: {len(mined['query']):,} of {len(pairs['query']):,} pairs, each with {options.count} negatives")
 
 
 if __name__ == "__main__":

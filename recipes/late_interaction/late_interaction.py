@@ -6,8 +6,6 @@ The model, its training and its loss are those of sentence-transformers; the sco
 token. A document's score is the sum, over the query's tokens, of the largest similarity to one of the document's (MaxSim).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

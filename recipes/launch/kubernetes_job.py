@@ -3,8 +3,6 @@
 python recipes/launch/kubernetes_job.py NAME FILE.yaml [key=value ...] | kubectl apply -f -
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -12,8 +12,6 @@
 The scores are those of fine-tuning: accuracy, F1 of entities, F1 of words, NDCG@10.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

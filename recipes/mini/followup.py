@@ -5,8 +5,6 @@
 It computes nothing before the records of all seeds are there (protocol.sh writes them).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -113,9 +111,7 @@ def ratio_tables(scores: pd.DataFrame) -> list[str]:
     return _tables(RATIOS, RATIO_COMPARISONS, all_scores, [model for pair in RANGES.values() for model in pair])
 
 
-def _tables(
-    runs: SeedRuns, comparisons: Sequence[Comparison], scores: pd.DataFrame, models: Sequence[str]
-) -> list[str]:
+def _tables(runs: SeedRuns, comparisons: Sequence[Comparison], scores: pd.DataFrame, models: Sequence[str]) -> list[str]:
     title = f"## {runs.name} ({len(runs.seeds)} pretraining seeds, corrected over all {len(comparisons)})"
     return [title, "", *outcome_table(outcomes(scores, comparisons)), *score_table(scores, models, TASKS)]
 

@@ -15,8 +15,6 @@ In `types` and `questions`, the types are removed, and the words of descriptions
 of an example have no word in common but frequent ones. baselines.py has the scores of bags of words.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import re
@@ -231,9 +229,7 @@ def retrieval_pairs(documents: Sequence[Document]) -> Iterator[Row]:
         masked = {_stem(word) for text in (query, document.name) for word in _letters(text) if word not in kept}
         text = re.sub(
             r"[A-Za-z]+",
-            lambda word, masked=masked: (
-                MASK if _stem(word[0]) in masked and word[0].casefold() not in kept else word[0]
-            ),
+            lambda word, masked=masked: MASK if _stem(word[0]) in masked and word[0].casefold() not in kept else word[0],
             " ".join(body),
         )
         pairs.append({"split": document.split, "id": document.id, "query": query, "positive": text})
@@ -307,9 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Make the tasks, and print their sizes. Exit status 2 when there are no docstrings."""
     names = ("retrieval", *TASKS)
     parser = argparse.ArgumentParser(description="Make the mini study's tasks from docstrings.")
-    parser.add_argument(
-        "folder", type=Path, help="with docstrings.parquet, of make_text.py or the quickstart's gather.py"
-    )
+    parser.add_argument("folder", type=Path, help="with docstrings.parquet, of make_text.py or the quickstart's gather.py")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(names)}; default: all")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.tasks if name not in names]:

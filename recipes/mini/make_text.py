@@ -12,8 +12,6 @@ A docstring or block of comments is taken once, however often it occurs, and nev
 package: no text that a model is scored on is in `pretraining.parquet`. Source files are read, not imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib
@@ -167,9 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     counts = make_text(folder)
-    print(
-        f"{folder}: {counts['characters']:,} characters of {counts['files']:,} files; docstrings: {counts['docstrings']}"
-    )
+    print(f"{folder}: {counts['characters']:,} characters of {counts['files']:,} files; docstrings: {counts['docstrings']}")
     return 0
 
 

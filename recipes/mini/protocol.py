@@ -5,8 +5,6 @@
 It computes nothing before the records of all seeds are there (protocol.sh writes them).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 trained and exported the models of these seeds. Nothing here prints a score.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

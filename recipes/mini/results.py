@@ -59,9 +59,7 @@ class Results:
     def models(self) -> dict[str, Facets]:
         """The models with scores, but the untrained one."""
         studies = [load(str(HERE / name)) for name in ("study.yaml", "long.yaml")]
-        configs = {
-            name: run for study in studies if isinstance(study, StudyConfig) for name, run in expand(study).items()
-        }
+        configs = {name: run for study in studies if isinstance(study, StudyConfig) for name, run in expand(study).items()}
         return facets_of_models({trial.model for trial in self.records.trials}, configs)[0]
 
     @cached_property
@@ -85,20 +83,14 @@ class Results:
         """
         by_seed: dict[int, list[float]] = {}
         for trial in self.records.trials:
-            if (
-                (trial.model, trial.task) == (model, task)
-                and trial.finetuning_seed == 0
-                and trial.validation is not None
-            ):
+            if (trial.model, trial.task) == (model, task) and trial.finetuning_seed == 0 and trial.validation is not None:
                 by_seed.setdefault(trial.pretraining_seed, []).append(trial.validation)
         return pd.Series({seed: max(values) - min(values) for seed, values in by_seed.items()}, dtype=float)
 
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
         found = [model for model in self.models.values() if model.steps == model.total_steps and is_wanted(model)]
-        return sorted(
-            found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0, model.run)
-        )
+        return sorted(found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0, model.run))
 
     def at_forty_percent(self) -> list[Facets]:
         """Return the ends of the runs from initial weights whose MLM, if they have any, masks 40%."""

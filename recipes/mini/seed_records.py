@@ -1,7 +1,5 @@
 """Which models each pretraining seed of protocol.md and followup.md trains and fine-tunes, and the records of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 Both files are written beside this one; the tables are in results.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -136,9 +134,7 @@ def token_table(records: Records) -> list[str]:
         for seed in _seeds(records):
             target = runs[f"{objective}-adamw-320-{seed}"]
             muon = [
-                run
-                for model, run in runs.items()
-                if model.startswith(f"{objective}-muon-") and model.endswith(f"-{seed}")
+                run for model, run in runs.items() if model.startswith(f"{objective}-muon-") and model.endswith(f"-{seed}")
             ]
             losses["adamw"].append(target.loss)
             losses["muon"].append(max(muon, key=lambda run: run.tokens).loss)

@@ -5,8 +5,6 @@
 A process for each core reads the rows. docs/evaluate.md describes the table; `--out` gets all examples that share an n-gram.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import multiprocessing

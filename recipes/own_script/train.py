@@ -6,8 +6,6 @@ It makes a tiny decoder and text on the spot, checks what the decoder attends to
 checkpoints in FOLDER (default: runs/own_script), from which the same command resumes.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -7,8 +7,6 @@ It writes against.md, against.csv, orders.csv and, of a sweep, cells.csv into `r
 prints the page. docs/report.md explains them.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from itertools import combinations

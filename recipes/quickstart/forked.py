@@ -4,8 +4,6 @@ A forked command reads the same arguments, writes the same files and has the sam
 types. Its output goes to a log.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

@@ -12,8 +12,6 @@ Training, validation and test text comes from different packages; what a trainin
 others is held out. It reads source files, and imports none of the packages. The text is prose about software.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

@@ -11,8 +11,6 @@ step continues where it can (pretraining resumes from its newest checkpoint) and
 Another seed shares the text, the tokenizer and the rows, and has a folder of its own, runs/quickstart/seed-N.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

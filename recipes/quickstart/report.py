@@ -3,8 +3,6 @@
 python recipes/quickstart/report.py runs/quickstart
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -235,9 +233,7 @@ def steps_table(folder: Path, records: list[dict[str, Any]]) -> list[str]:
         rate = f"{count / seconds:,.0f}" if count else ""
         lines.append(f"| {name} | {'' if count is None else f'{count:,}'} | {seconds:.1f} | {rate} |")
     total = format_seconds(sum(record["seconds"] for record in records))
-    lines.append(
-        f"\nThe steps' seconds, validation and saving included, add up to {total}; two steps run side by side."
-    )
+    lines.append(f"\nThe steps' seconds, validation and saving included, add up to {total}; two steps run side by side.")
     return lines
 
 

@@ -4,8 +4,6 @@ A step that is done and unchanged is not repeated. An interrupted step continues
 again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

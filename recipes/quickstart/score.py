@@ -6,8 +6,6 @@ queries search the documents of the test and validation packages.
     python recipes/quickstart/score.py runs/quickstart
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ weight for each token of the vocabulary: the largest, over the text's positions,
 the export's own MLM head.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python recipes/three_phases/steps.py runs/mini/three_phases/study
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

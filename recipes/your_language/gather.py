@@ -10,8 +10,6 @@ Writes into a folder, by default `runs/your_language/text/`:
 Messages are about software, and short: enough to see that every step works in another language, but not to compare models.
 """
 
-from __future__ import annotations
-
 import argparse
 import gettext
 import hashlib
@@ -86,9 +84,7 @@ def documents(program_messages: Iterator[tuple[str, str]]) -> Iterator[tuple[str
         yield "\n".join(lines), None
 
 
-def gather(
-    language: str, folder: Path, validation_fraction: float, places: tuple[Path, ...] = PLACES
-) -> dict[str, int]:
+def gather(language: str, folder: Path, validation_fraction: float, places: tuple[Path, ...] = PLACES) -> dict[str, int]:
     """Write the files.
 
     Args:

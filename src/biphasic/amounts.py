@@ -1,7 +1,5 @@
 """Format bytes and durations for display."""
 
-from __future__ import annotations
-
 
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a decimal unit, e.g. `1.23 GB`."""

@@ -95,9 +95,7 @@ def require_compiler() -> None:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's, as Triton does
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     elsewhere = os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")
-    if not (header.is_file() or elsewhere) or not (
-        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    ):
+    if not (header.is_file() or elsewhere) or not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise UserError(
             f"compute.compile: needs a C compiler (gcc or clang) and {header}: install them (Debian and Ubuntu: apt install "
             "gcc python3-dev), or set compute.compile=false"

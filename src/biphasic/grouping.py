@@ -1,7 +1,5 @@
 """Group items up to a size limit, e.g. files into work units, and map items with threads."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,9 +23,7 @@ def mapped_ahead(function: Callable[[Item], Result], items: Iterable[Item], thre
         pool.shutdown(cancel_futures=True)
 
 
-def groups_up_to(
-    limit: float, items: Iterable[Item], size: Callable[[Item], float] = lambda _: 1
-) -> Iterator[list[Item]]:
+def groups_up_to(limit: float, items: Iterable[Item], size: Callable[[Item], float] = lambda _: 1) -> Iterator[list[Item]]:
     """Yield groups of consecutive items with a total size of at most `limit`. A larger item forms its own group."""
     group: list[Item] = []
     total = 0.0

@@ -1,7 +1,5 @@
 """Build the network that a YAML's `model:` section describes, with new weights or those of another model."""
 
-from __future__ import annotations
-
 from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError

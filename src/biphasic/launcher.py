@@ -5,8 +5,6 @@ that still run after 30 seconds, which may interrupt an upload. SIGUSR1 ends the
 launcher waits until its ranks have ended. Its handlers do nothing; SIG_IGN would be inherited by the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Check whether machines can run a job. Every rank runs these checks of `biphasic preflight`."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import math
@@ -132,9 +130,7 @@ def find_faults(all_facts: list[RankFacts]) -> list[str]:
     faults = []
     for facts in all_facts:
         messages = list(facts["faults"])
-        messages += [
-            f"{name} is {facts[name]}, the others have {own}" for name, own in usual.items() if facts[name] != own
-        ]
+        messages += [f"{name} is {facts[name]}, the others have {own}" for name, own in usual.items() if facts[name] != own]
         if (own := bandwidths[facts["node"]]) < _MIN_BANDWIDTH_SHARE * median:
             messages.append(f"its ranks all-reduce among themselves at {own:.3g} GB/s, the median node at {median:.3g}")
         faults += [f"node {facts['node']} ({facts['host']}): {message}" for message in messages]
@@ -261,9 +257,7 @@ def _memory(config: PretrainConfig) -> str:
     """Check the room in the machine's shared memory for the data that needs most, beside what other jobs have there."""
     ranks, lines = dist.get_local_world_size(), dict[int, str]()
     for each in sources(config.inputs):
-        rows = each.data.epoch_rows or sum(
-            int(s["samples"]) for stream in each.streams.values() for s in _shards(stream)
-        )
+        rows = each.data.epoch_rows or sum(int(s["samples"]) for stream in each.streams.values() for s in _shards(stream))
         batch_rows, loaders = math.ceil(each.rows / dist.get_world_size()), each.data.num_workers * ranks
         lines[rows] = require_shared_memory(rows, each.data.sequence_length, batch_rows, loaders)
     return lines[max(lines)]

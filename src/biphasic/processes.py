@@ -1,7 +1,5 @@
 """What this machine lets a process use (cores, open files, sockets), and what signals do to commands and their processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

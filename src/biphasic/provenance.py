@@ -1,7 +1,5 @@
 """What a record says about the process that made it: source commit, host, hardware and versions."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Keep libraries from drawing progress bars and from logging warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

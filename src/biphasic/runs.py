@@ -1,7 +1,5 @@
 """Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from biphasic.amounts import format_bytes

@@ -1,7 +1,5 @@
 """Compute the phase and the learning rate of any batch, from durations and the run's progress alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Check attributes of other libraries before Biphasic replaces them (docs/versions.md)."""
 
-from __future__ import annotations
-
 import inspect
 from importlib.metadata import version
 from typing import Any

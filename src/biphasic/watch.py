@@ -4,8 +4,6 @@ Each score is a file of its own where the run saves, `scores/<name>/ba2000.json`
 lock. The run's `metrics.jsonl` has another writer, on a disk that this machine may not see. These files are the state, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

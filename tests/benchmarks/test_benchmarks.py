@@ -1,7 +1,5 @@
 """Each training benchmark at a tiny size: its numbers are consistent, and it refuses runs that train different models."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The benchmarks of embedding and search: both libraries give the same results, and the numbers are consistent."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import statistics

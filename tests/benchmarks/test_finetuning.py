@@ -1,7 +1,5 @@
 """The fine-tuning benchmarks compare equal models and equal trainings, and their numbers are consistent."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -47,9 +45,7 @@ def test_both_sides_have_the_same_model_and_texts(model: str, tmp_path: Path) ->
     tokenizer = hugging_face.AutoTokenizer.from_pretrained(tmp_path / "work" / model)
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     ids = encoder.tokenize(texts)
-    assert [
-        row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ] == ids
+    assert [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)] == ids
     with torch.inference_mode():
         segments = Segments.of([len(one) for one in ids], torch.device("cpu"))
         expected = mean_pool(encoder.hidden(torch.tensor([id for one in ids for id in one]), segments), segments)
@@ -103,9 +99,7 @@ def test_pairs_a_second() -> None:
 def test_both_sides_of_retrieval_train_the_same_model(tmp_path: Path) -> None:
     """The losses of the first and only step are about the same: other orders of pairs, the same weights and batch size."""
     benchmark, peer = module("retrieval"), module("hugging_face")
-    shape = benchmark.Shape(
-        steps=1, batch=64, tokens=512, held_out=20, width=32, layers=2, words=200, longest=64, threads=1
-    )
+    shape = benchmark.Shape(steps=1, batch=64, tokens=512, held_out=20, width=32, layers=2, words=200, longest=64, threads=1)
     benchmark.prepare(tmp_path / "work", shape)
     ours, theirs = benchmark.train_biphasic(tmp_path / "work", 0, shape), peer.retrieve(tmp_path / "work", 0)
     assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-4)

@@ -1,7 +1,5 @@
 """`make bench-gpu` on a CPU, small: everything but the figures that only a GPU has."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """The processes of `make bench-gpu-run` end with it, however it ends: they would keep the GPUs."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

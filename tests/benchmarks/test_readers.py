@@ -1,7 +1,5 @@
 """What `make bench-readers` calls equal, refused and WRONG; the readers themselves need a package registry."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rehearsal on a fake GPU passes for a preset, and each of its checks fails when the code is wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -110,9 +110,7 @@ def test_double_bandwidth_halves_what_is_not_hidden(strategy):
 def test_efficiency_falls(size, strategy, network):
     # With equal microbatches; larger ones, which sharding makes room for, can win a little back.
     counts = model.divisors(1152, 8)
-    prediction = [
-        step(size, strategy, n, model.Machine(network), replace(WORK, microbatch=1)).efficiency for n in counts
-    ]
+    prediction = [step(size, strategy, n, model.Machine(network), replace(WORK, microbatch=1)).efficiency for n in counts]
     assert all(after <= before + 1e-9 for before, after in pairwise(prediction))
     assert 0 < prediction[-1] < prediction[0] < 1
 

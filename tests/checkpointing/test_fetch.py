@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from, branches off or takes its weights from, and where it is downloaded to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

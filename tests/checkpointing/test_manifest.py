@@ -1,7 +1,5 @@
 """Which checkpoints are complete, and how outdated and damaged ones are handled."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """The mean of checkpoints equals torch's own, from files, sharded folders and buckets, and says what it was made of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -134,9 +132,7 @@ def test_from_a_bucket_one_at_a_time(
     seen = list[set[int | None]]()
 
     def read_and_look(path: str) -> Any:
-        seen.append(
-            {batch_of(file.relative_to(downloads).as_posix()) for file in downloads.rglob("*") if file.is_file()}
-        )
+        seen.append({batch_of(file.relative_to(downloads).as_posix()) for file in downloads.rglob("*") if file.is_file()})
         return read_record(path)
 
     downloads = tmp_path / ".out.download"
@@ -302,9 +298,7 @@ def test_no_run_starts_from_a_merged_checkpoint(dataset: Path, tmp_path: Path, w
 
     assert branch_point(tmp_path / "run")[1].batch == 8
     merge_checkpoints(paths_of(tmp_path / "run", 4, 8), tmp_path / "out")
-    with pytest.raises(
-        UserError, match=r"ba8 \(it is a mean of checkpoints, without optimizer state: use model.init_from"
-    ):
+    with pytest.raises(UserError, match=r"ba8 \(it is a mean of checkpoints, without optimizer state: use model.init_from"):
         branch_point(tmp_path / "out")
     plan = ResumeGuard(
         config_of(write_yaml("out", max_duration="30ba", checkpoint__folder=str(tmp_path / "out")))

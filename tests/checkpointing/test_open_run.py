@@ -1,7 +1,5 @@
 """The files in which ranks that a signal ended leave their stacks, and what identifies a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import StackSummary

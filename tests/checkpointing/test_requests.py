@@ -4,8 +4,6 @@ Ranks are simulated: each has an uploader of its own, with the files that it wou
 proxy that counts. `pytest -s` prints the counts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -127,9 +125,7 @@ def test_the_requests_of_a_save_grow_no_faster_than_the_ranks(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
-    s3: Path, proxy: Proxy, tmp_path: Path, ranks: int
-) -> None:
+def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(s3: Path, proxy: Proxy, tmp_path: Path, ranks: int) -> None:
     """The last attempt was killed before one rank had uploaded its part, or before rank 0 had written the manifest."""
     place = f"s3://{bucket_for(s3, f'start-{ranks}')}/run"
     local, destination = tmp_path / "local", open_store(place)
@@ -205,9 +201,7 @@ def test_a_start_finds_the_newest_of_10000_checkpoints(
         monkeypatch.setenv("S3_ENDPOINT_URL", proxy.address)
         config = config_of(write_yaml("run", checkpoint__folder="s3://large/run"))
         start = time.monotonic()
-        found = find_resume_point(
-            config.checkpoint_destination, config.local_checkpoints, ResumeGuard(config), RankGroup()
-        )
+        found = find_resume_point(config.checkpoint_destination, config.local_checkpoints, ResumeGuard(config), RankGroup())
         seconds = time.monotonic() - start
         print(f"\nstart, 10,000 checkpoints (sharded: {sharded}): {dict(proxy.requests)}, {seconds:.1f} s")
         assert found is not None and found.batch == 10_000

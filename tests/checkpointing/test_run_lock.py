@@ -1,7 +1,5 @@
 """The lock on a run's folder, and the records of attempts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -86,9 +84,7 @@ def test_a_lock_that_another_start_has_taken_stays(tmp_path: Path, monkeypatch: 
 def test_a_held_lock_is_refused_and_its_owner_named(tmp_path: Path) -> None:
     first = RunLock(str(tmp_path))
     first.acquire(1)
-    with pytest.raises(
-        UserError, match=rf"is locked by a running process: process {os.getpid()} on .+, since 20"
-    ) as raised:
+    with pytest.raises(UserError, match=rf"is locked by a running process: process {os.getpid()} on .+, since 20") as raised:
         RunLock(str(tmp_path)).acquire(1)
     assert "Stop it, or choose another run_name" in str(raised.value)
     first.release("finished")
@@ -106,9 +102,7 @@ def test_attempts_of_one_second_are_read_in_their_order(tmp_path: Path) -> None:
     assert [attempt["attempt"] for attempt in read_attempts(open_store(str(tmp_path)))] == names
 
 
-def test_attempts_are_read_in_their_order_when_the_clock_goes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_are_read_in_their_order_when_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for hour in (12, 11, 11, 13, 9):
 

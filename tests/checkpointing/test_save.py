@@ -1,7 +1,5 @@
 """Runs that save to a bucket: their checkpoints are complete, whatever happens to the bucket or the machine."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -208,9 +206,7 @@ def test_the_newest_and_the_branch_points_are_kept(write_yaml: Write) -> None:
 
 
 def test_branch_points_between_two_intervals(write_yaml: Write) -> None:
-    folder = train(
-        config_of(write_yaml("between", checkpoint__interval="5ba", checkpoint__keep_at=["0.25dur", "1500tok"]))
-    )
+    folder = train(config_of(write_yaml("between", checkpoint__interval="5ba", checkpoint__keep_at=["0.25dur", "1500tok"])))
     tokens = [entry["tokens"] for entry in read_metrics(folder / "metrics.jsonl")]
     crossing = next(index for index, count in enumerate(tokens) if count >= 1500) + 1
     assert complete(str(folder / "checkpoints")) == sorted({3, 5, 6, 8, 10, 12, crossing}, reverse=True)
@@ -225,9 +221,7 @@ def yaml_of_four_epochs(write_yaml: Write, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize("interval", ["0.25dur", "3ba"])
-def test_branch_points_at_the_end_of_an_epoch(
-    write_yaml: Write, capsys: pytest.CaptureFixture[str], interval: str
-) -> None:
+def test_branch_points_at_the_end_of_an_epoch(write_yaml: Write, capsys: pytest.CaptureFixture[str], interval: str) -> None:
     path = yaml_of_four_epochs(write_yaml, checkpoint={"interval": interval, "keep": 1, "keep_at": ["3ep"]})
     folder = train(config_of(path))
     assert complete(str(folder / "checkpoints")) == [12, 9, 6]
@@ -282,9 +276,7 @@ def test_a_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> None:
     [(0, 0, {"__0_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"}), (1, 1, {"__1_0.distcp"}),
      (4, 0, {"__0_0.distcp", "__1_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"})],
 )  # fmt: skip
-def test_local_copies_of_uploaded_checkpoints_are_deleted(
-    tmp_path: Path, rank: int, local: int, deleted: set[str]
-) -> None:
+def test_local_copies_of_uploaded_checkpoints_are_deleted(tmp_path: Path, rank: int, local: int, deleted: set[str]) -> None:
     """Machines of two ranks; eight ranks saved. Each deletes its own files, the first one other machines' too."""
 
     files = {"__0_0.distcp", "__1_0.distcp", "__4_0.distcp", "__7_1.distcp", ".metadata"}

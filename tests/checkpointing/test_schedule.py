@@ -1,7 +1,5 @@
 """When a run validates and saves, and that its last checkpoint has the losses of its last validation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,9 +42,7 @@ def test_the_last_checkpoint_has_the_last_validation(
     """Three batches are an epoch. The checkpoint after the last batch is also due by its interval."""
     validation = tmp_path / "data" / "validation"
     changes: dict[str, Any] = {"evaluation__interval": interval} if interval else {}
-    path = write_yaml(
-        "validated", max_duration=length, schedule={}, data__validation={"local": str(validation)}, **changes
-    )
+    path = write_yaml("validated", max_duration=length, schedule={}, data__validation={"local": str(validation)}, **changes)
     for split in ("train", "validation"):
         for file in (tmp_path / "data" / split).iterdir():
             file.unlink()

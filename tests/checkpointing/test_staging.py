@@ -1,7 +1,5 @@
 """The copy of the training state in host memory, which is written while training goes on."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a run starts, from manifests alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -80,9 +78,7 @@ def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> N
     assert branch_point(folder / "ba10-rank0.pt", config) == 10
     # Something is left to train.
     assert (
-        branch_point(
-            folder, config_of(write_yaml("trunk", max_duration="15ba", objective__phases=CLM, schedule=STABLE))
-        )
+        branch_point(folder, config_of(write_yaml("trunk", max_duration="15ba", objective__phases=CLM, schedule=STABLE)))
         == 10
     )
     # An incomplete one is passed over.
@@ -94,9 +90,7 @@ def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> N
     content["run"]["overridden"] = ["optimizer.lr"]
     (folder / "ba10.json").write_text(json.dumps(content))
     assert branch_point(folder, config) == 5
-    with pytest.raises(
-        UserError, match=r"ba10 \(that run changed optimizer.lr when it resumed, with resume_overrides\)"
-    ):
+    with pytest.raises(UserError, match=r"ba10 \(that run changed optimizer.lr when it resumed, with resume_overrides\)"):
         branch_point(folder / "ba10-rank0.pt", config)
 
 
@@ -145,9 +139,7 @@ def test_a_configuration_of_another_version_is_refused(write_yaml: Write) -> Non
     content = json.loads((folder / "ba4.json").read_text())
     content["run"]["config"]["schedule"]["decay_from"] = None
     (folder / "ba4.json").write_text(json.dumps(content))
-    with pytest.raises(
-        UserError, match=r"^ba4.json: the run's configuration can't be read \(config.schedule.decay_from: "
-    ):
+    with pytest.raises(UserError, match=r"^ba4.json: the run's configuration can't be read \(config.schedule.decay_from: "):
         recorded_config(read_manifest(open_store(str(folder)), "ba4.json"))
 
 
@@ -225,9 +217,7 @@ def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:
     folder = write_manifests(config_of(write_yaml(max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
     manifest = read_manifest(open_store(str(folder)), "ba15.json")
     start = "  objective.phases.0.until: 10ba (0.5dur of 20ba) until now, "
-    assert lines(max_duration="24ba", objective__phases=phases) == [
-        f"{start}12ba (0.5dur of 24ba) here, from batch 10 on"
-    ]
+    assert lines(max_duration="24ba", objective__phases=phases) == [f"{start}12ba (0.5dur of 24ba) here, from batch 10 on"]
     phases = [{"name": "clm", "until": "12ba"}, {"name": "mlm"}]
     assert lines(max_duration="20ba", objective__phases=phases) == [f"{start}12ba here, from batch 10 on"]
 
@@ -273,9 +263,7 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
         env=environment,
     )
     assert run.returncode == 0, run.stderr
-    expected = (
-        f"start          batch 10, from {folder}/ba10-rank0.pt, of trunk, by start_from: 14 of 24 batches are trained"
-    )
+    expected = f"start          batch 10, from {folder}/ba10-rank0.pt, of trunk, by start_from: 14 of 24 batches are trained"
     assert expected in run.stdout
     # The batches before the branch point are saved by the trunk.
     assert f"checkpoints    14 in {config_of(path).checkpoint_destination}, every 1ba" in run.stdout
@@ -307,9 +295,7 @@ def test_a_plan_refuses_a_start_from_as_the_start_does(
     folder = write_manifests(config_of(write_yaml("trunk", max_duration="30ba", **keys)), 10, 20)
 
     def planned(start_from: Path | str, **changed: Any) -> tuple[list[str], list[str], list[str]]:
-        config = config_of(
-            write_yaml("branch", **{"max_duration": "24ba", **keys, **changed}, start_from=str(start_from))
-        )
+        config = config_of(write_yaml("branch", **{"max_duration": "24ba", **keys, **changed}, start_from=str(start_from)))
         start = ResumeGuard(config).plan_start()
         with pytest.raises(UserError) as refused:
             ResumeGuard(config).find_branch_point()
@@ -338,12 +324,8 @@ def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:
     ):
         folder = write_manifests(config_of(write_yaml(**before)), 4)
         manifest = read_manifest(open_store(str(folder)), "ba4.json")
-        with pytest.raises(
-            UserError, match=r"the run's place in the data would be lost, also with checkpoint\.resume_over"
-        ):
-            ResumeGuard(config_of(write_yaml(**after, **allowed))).require_same_past(
-                manifest, {"data.train.index": "x"}
-            )
+        with pytest.raises(UserError, match=r"the run's place in the data would be lost, also with checkpoint\.resume_over"):
+            ResumeGuard(config_of(write_yaml(**after, **allowed))).require_same_past(manifest, {"data.train.index": "x"})
     # Another size from here on.
     folder = write_manifests(config_of(write_yaml(objective__phases=CLM)), 4)
     manifest = read_manifest(open_store(str(folder)), "ba4.json")

@@ -1,7 +1,5 @@
 """Preemption: the batch is finished, saved and uploaded, and none is trained twice."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -121,9 +119,7 @@ def recorded_losses(checkpoint: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("batch", [14, 20], ids=["at the switch", "at the end"])
 @pytest.mark.parametrize("code", [SIGNAL_IN_VALIDATION, SIGNAL_IN_BATCH], ids=["within it", "in the batch before it"])
-def test_an_interrupted_validation_is_repeated_and_saved(
-    write_yaml: Write, tmp_path: Path, batch: int, code: str
-) -> None:
+def test_an_interrupted_validation_is_repeated_and_saved(write_yaml: Write, tmp_path: Path, batch: int, code: str) -> None:
     assert launch(validated(write_yaml, tmp_path, "uninterrupted")).returncode == 0
     path = validated(write_yaml, tmp_path, "stopped")
     runs = Path(config_of(path).output)
@@ -362,6 +358,4 @@ RowDataset.__getitem__ = read_or_wait
     assert run.returncode == 1
     assert time.monotonic() - begin < 10
     [attempt] = read_attempts(open_store(str(folder / "checkpoints")))
-    assert re.match(
-        r"rank 1: RuntimeError: .*DataLoader worker \(pid \d+\) is killed by signal: Killed", attempt["reason"]
-    )
+    assert re.match(r"rank 1: RuntimeError: .*DataLoader worker \(pid \d+\) is killed by signal: Killed", attempt["reason"])

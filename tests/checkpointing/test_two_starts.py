@@ -1,7 +1,5 @@
 """Starts of one run at the same moment: one gets the lock, and the others name it."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Uploads of several ranks, without a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from threading import Event

@@ -1,7 +1,5 @@
 """The command `biphasic`: what it imports for help, its exit statuses, closed pipes, Ctrl-C and completion."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

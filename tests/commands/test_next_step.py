@@ -1,7 +1,5 @@
 """The last line of each command: what it names can be run, with the folders that it names."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -108,17 +106,13 @@ def test_runs_name_what_follows() -> None:
     assert after_run(load("yamls/sweep/paper.yaml")) == "tables: runs/sweep/report"
 
 
-def test_the_next_command_keeps_the_overrides(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_command_keeps_the_overrides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without them, it would be about other results."""
     monkeypatch.setattr("biphasic.sweep.run.run", lambda config, limit, retry_failed: 1)
     monkeypatch.setattr("biphasic.report.run.write_report", lambda folders, report: None)
     assert job.main(["yamls/sweep/paper.yaml", "output=runs/my sweep", "seeds=[0]"]) == 1
     next_line = capsys.readouterr().out.splitlines()[-1]
-    assert (
-        next_line == "next: python src/main.py yamls/sweep/paper.yaml 'output=runs/my sweep' 'seeds=[0]' --retry-failed"
-    )
+    assert next_line == "next: python src/main.py yamls/sweep/paper.yaml 'output=runs/my sweep' 'seeds=[0]' --retry-failed"
 
 
 @pytest.mark.parametrize("option", [["--json"], ["--ranks", "8"]])
@@ -127,9 +121,7 @@ def test_options_of_plans_start_no_job(option: list[str], capsys: pytest.Capture
     assert f"{option[0]} belongs to --plan" in capsys.readouterr().err
 
 
-def test_a_plan_shows_the_errors_of_its_checks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_shows_the_errors_of_its_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(checked: object) -> None:
         raise PermissionError(13, "Permission denied", "/data/a")
 

@@ -1,7 +1,5 @@
 """Broken YAMLs: every message names the key, the file and what was expected; none imports torch or Composer."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

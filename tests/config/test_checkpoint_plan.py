@@ -1,7 +1,5 @@
 """Numbers of checkpoints, compared with a run that saves and deletes one after another."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

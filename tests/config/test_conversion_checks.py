@@ -1,7 +1,5 @@
 """What a pretraining plan compares: rows, tokenizer and vocabulary against the YAML."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -141,17 +139,13 @@ def test_rows_without_the_bos_of_a_decoder_s_tokenizer_are_warned_of(data: Path,
     decoder = tmp_path / "decoder"
     saved_decoder("llama", decoder)
     shutil.copytree(data / "tokenizer", decoder, dirs_exist_ok=True)
-    loaded = [
-        f"model.{key}=null" for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
-    ]
+    loaded = [f"model.{key}=null" for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")]
     loaded.append(f"model.init_from={decoder}")
     assert checks_of(data, *loaded).warnings == []
     settings = json.loads((decoder / "tokenizer_config.json").read_text())
     (decoder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
     [warning] = checks_of(data, *loaded).warnings
-    assert warning.startswith(
-        f"model.init_from {decoder}: its tokenizer puts <|bos|> (BOS) before each text, and the rows"
-    )
+    assert warning.startswith(f"model.init_from {decoder}: its tokenizer puts <|bos|> (BOS) before each text, and the rows")
     record = json.loads((data / "conversion.json").read_text())
     try:
         (data / "conversion.json").write_text(json.dumps({**record, "config": {"add_bos": True}}))

@@ -1,7 +1,5 @@
 """`data.folder`: one name for a conversion's splits and tokenizer; and the one place, BUCKET, of the paper's YAMLs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,9 +30,7 @@ def converted() -> str:
 
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("bucket", [None, "", "s3://my-bucket", "gs://my-bucket/team", "/shared/team"])
-def test_training_reads_what_the_conversion_writes(
-    name: str, bucket: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_reads_what_the_conversion_writes(name: str, bucket: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BUCKET", raising=False)
     if bucket is not None:
         monkeypatch.setenv("BUCKET", bucket)

@@ -1,7 +1,5 @@
 """The data in a plan: tokens and epochs of each dataset, and a warning when one would be repeated."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -169,10 +167,7 @@ def test_a_bucket_that_does_not_answer(
     assert commands_plan.print_plan(load(tmp_path / "run.yaml"), options) == 0
     assert time.monotonic() - start < 30
     printed = capsys.readouterr().out
-    assert (
-        f"unknown (no record at {tmp_path / 'out'})" in printed
-        and "start          batch 0, from new weights" in printed
-    )
+    assert f"unknown (no record at {tmp_path / 'out'})" in printed and "start          batch 0, from new weights" in printed
 
 
 def test_the_plan_of_a_mix_is_fast_and_needs_no_torch(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Every key of the schemas is read in `src/`, in a package that imports its section or one that contains it: a key that
 nothing reads would silently be ignored."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where two configurations part, against a comparison of every batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -35,9 +33,7 @@ def quickstart(*overrides: str) -> PretrainConfig:
     return config
 
 
-def compare_histories(
-    first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
-) -> Difference | None:
+def compare_histories(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()) -> Difference | None:
     return first_difference(history_of(first), history_of(second), overrides)
 
 
@@ -163,9 +159,7 @@ SHORT: list[Time] = [(batch, 0) for batch in range(40)]
 
 @st.composite
 def padded(draw: st.DrawFn) -> list[Time]:
-    steps = draw(
-        st.lists(st.tuples(st.integers(1, ROWS * LENGTH), st.sampled_from([0, 0, 1])), min_size=40, max_size=40)
-    )
+    steps = draw(st.lists(st.tuples(st.integers(1, ROWS * LENGTH), st.sampled_from([0, 0, 1])), min_size=40, max_size=40))
     times = [(0, 0)]
     for tokens, epochs in steps:
         times.append((times[-1][0] + tokens, times[-1][1] + epochs))

@@ -1,7 +1,5 @@
 """What names and configurations say of a study's models."""
 
-from __future__ import annotations
-
 import pytest
 
 from biphasic.config.model_names import (

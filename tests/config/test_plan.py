@@ -1,7 +1,5 @@
 """The plan of every YAML; `defaults:`, overrides, and reading a resolved configuration back."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Property tests: for any text and any override, `load` returns a configuration or raises a ConfigError with a message."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +49,7 @@ SCALARS = (
     | st.integers(-(2**70), 2**70)
     | st.floats()
     | TEXT
-    | st.sampled_from(
-        [*KEYS["quickstart"], "pretrain", "finetune", "sweep", "evaluate", "convert", "tasks", "mlm", "clm"]
-    )
+    | st.sampled_from([*KEYS["quickstart"], "pretrain", "finetune", "sweep", "evaluate", "convert", "tasks", "mlm", "clm"])
 )
 NAMES = TEXT | st.sampled_from([name for keys in KEYS.values() for key in keys for name in key.split(".")])
 TREES = st.recursive(
@@ -112,15 +108,11 @@ def check_any_values(name: str, data: st.DataObject, folder: Path) -> None:
         elif isinstance(section, list) and section:
             section[min(int(last), len(section) - 1) if last.isdecimal() else 0] = data.draw(TREES)
     path = folder / "changed.yaml"
-    path.write_text(
-        yaml.safe_dump(tree, allow_unicode=data.draw(st.booleans())), encoding="utf-8", errors="surrogatepass"
-    )
+    path.write_text(yaml.safe_dump(tree, allow_unicode=data.draw(st.booleans())), encoding="utf-8", errors="surrogatepass")
     require_config_or_message(path, [])
 
 
-TEXTS = (
-    TEXT | TREES.map(yaml.safe_dump) | st.lists(st.builds("{}: {}".format, NAMES, VALUES), max_size=5).map("\n".join)
-)
+TEXTS = TEXT | TREES.map(yaml.safe_dump) | st.lists(st.builds("{}: {}".format, NAMES, VALUES), max_size=5).map("\n".join)
 FEW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 

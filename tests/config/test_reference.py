@@ -1,7 +1,5 @@
 """The reference of all keys: its pages are current, every key is described, and the terminal shows the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from biphasic.commands import main

@@ -1,7 +1,5 @@
 """How sections of files and overrides merge, and messages about the file itself."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Phases and the learning rate as functions of time, and which of them are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -196,9 +194,7 @@ def test_the_decay_ends_with_the_run() -> None:
     ],
 )
 def test_the_rate_of_each_batch(shape: str, final: float, falling: list[float]) -> None:
-    schedule = ScheduleConfig.model_validate(
-        {"warmup": "105tok", "decay": "4ba", "decay_shape": shape, "final_lr": final}
-    )
+    schedule = ScheduleConfig.model_validate({"warmup": "105tok", "decay": "4ba", "decay_shape": shape, "final_lr": final})
     rates = [learning_rate_factor(schedule, END, elapsed(batch)) for batch in range(11)]
     assert rates == pytest.approx([0, 1 / 3, 2 / 3, 1, 1, 1, *falling, final])
 

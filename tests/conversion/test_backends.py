@@ -1,7 +1,5 @@
 """Two libraries encode the text: the bytes are the same, and one that differs is left for the whole conversion."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -117,13 +115,9 @@ def test_a_difference_ends_with_tokenizers_for_the_whole_conversion(
         convert(replace_output(config, begun))
     monkeypatch.setattr(converting, "_Driver", driver)
     assert set(backends(begun)) == {"gigatoken"}
-    name = next(
-        path.name for path in (tmp_path / "auto" / "units").iterdir() if not (begun / "units" / path.name).exists()
-    )
+    name = next(path.name for path in (tmp_path / "auto" / "units").iterdir() if not (begun / "units" / path.name).exists())
     shutil.copyfile(tmp_path / "auto" / "units" / name, begun / "units" / name)
-    shutil.copytree(
-        tmp_path / "auto" / "train" / Path(name).stem, begun / "train" / Path(name).stem, dirs_exist_ok=True
-    )
+    shutil.copytree(tmp_path / "auto" / "train" / Path(name).stem, begun / "train" / Path(name).stem, dirs_exist_ok=True)
     record = convert(replace_output(config, begun))
     assert "this conversion goes on with tokenizers" in capsys.readouterr().out
     assert record["backends"] == {"tokenizers": len(plain["units"])}
@@ -155,9 +149,7 @@ def test_a_difference_is_an_error_where_the_library_is_named(text: Path, config_
     assert not (tmp_path / "out" / "conversion.json").exists()
 
 
-def test_a_conversion_and_its_workers_load_neither_torch_nor_streaming(
-    text: Path, config_for: Make, tmp_path: Path
-) -> None:
+def test_a_conversion_and_its_workers_load_neither_torch_nor_streaming(text: Path, config_for: Make, tmp_path: Path) -> None:
     config = config_for(text, output=str(tmp_path / "out"), **KEYS)
     code = (
         "import sys\nfrom biphasic.conversion import pool\nfrom biphasic.conversion.convert import convert\n"

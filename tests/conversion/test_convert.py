@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -198,9 +196,7 @@ def test_a_folder_of_a_finished_output_may_be_a_link(config_for: Make, tmp_path:
 def test_an_output_with_something_else_is_refused(config_for: Make, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("text")
-    with pytest.raises(
-        UserError, match=r"already holds files that do not belong to a conversion \(e\.g\. thesis\.txt\)"
-    ):
+    with pytest.raises(UserError, match=r"already holds files that do not belong to a conversion \(e\.g\. thesis\.txt\)"):
         convert(config_for(sentences(50)))
     assert (tmp_path / "out" / "thesis.txt").read_text() == "text"
 

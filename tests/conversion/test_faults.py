@@ -1,7 +1,5 @@
 """Faults end a conversion with a clear message; after the repair the bytes are those of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,9 +67,7 @@ def damaged(file: Path) -> Iterator[None]:
         file.write_bytes(content)
 
 
-def test_a_damaged_file_does_not_stop_other_units(
-    text: Path, undisturbed: Path, config_for: Make, tmp_path: Path
-) -> None:
+def test_a_damaged_file_does_not_stop_other_units(text: Path, undisturbed: Path, config_for: Make, tmp_path: Path) -> None:
     config = config_for(text, **KEYS)
     with damaged(text / "2.parquet"), pytest.raises(UserError) as error:
         convert(config)
@@ -113,9 +109,7 @@ def odd_text(folder: Path) -> Path:
     return folder
 
 
-def test_odd_documents_are_skipped_and_counted(
-    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_odd_documents_are_skipped_and_counted(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = odd_text(tmp_path / "odd")
     record = convert(config_for(folder, cluster=ALONE))
     assert record["documents"]["skipped"] == {"not UTF-8": 1, "too long": 1, "without text": 2}
@@ -132,9 +126,7 @@ def test_odd_documents_are_skipped_and_counted(
 
 def test_odd_documents_can_stop_the_conversion(config_for: Make, tmp_path: Path) -> None:
     folder = odd_text(tmp_path / "odd")
-    with pytest.raises(
-        UserError, match=r"odd\.parquet, row 2: has no text; fix the file, or set on_bad_document: skip"
-    ):
+    with pytest.raises(UserError, match=r"odd\.parquet, row 2: has no text; fix the file, or set on_bad_document: skip"):
         convert(config_for(folder, cluster=ALONE, on_bad_document="stop"))
     # Once they are allowed, the same output resumes.
     convert(config_for(folder, cluster=ALONE))

@@ -1,7 +1,5 @@
 """A dataset of the hub, through the hub's own client, from a server that answers as the hub does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -106,9 +104,7 @@ def test_a_pinned_dataset_of_the_hub(hub: Hub, config_for: Make, tmp_path: Path)
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["source"]["commit"] == COMMIT
     prefix = f"hf://datasets/{NAME}@{COMMIT}/sample/10BT"
-    assert [file["path"] for file in record["source"]["files"]] == [
-        f"{prefix}/{at:03d}_00000.parquet" for at in range(2)
-    ]
+    assert [file["path"] for file in record["source"]["files"]] == [f"{prefix}/{at:03d}_00000.parquet" for at in range(2)]
     assert record["documents"] == {"read": 600, "filtered": 200, "skipped": {}}
     again = run(hub, tmp_path, config)
     assert "nothing to do" in again.stdout, again.stdout + again.stderr

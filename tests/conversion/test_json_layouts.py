@@ -1,7 +1,5 @@
 """JSON arrays of objects, in place of an object in each line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -57,7 +55,5 @@ def test_a_json_array_that_is_damaged(content: str, message: str, tmp_path: Path
 def test_an_array_of_something_else_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('["one", "two"]')
-    with pytest.raises(
-        UserError, match=rf"^source {file}: is a JSON array of text; expected objects such as \{{\"text\""
-    ):
+    with pytest.raises(UserError, match=rf"^source {file}: is a JSON array of text; expected objects such as \{{\"text\""):
         read(file)

@@ -1,7 +1,5 @@
 """Any files give either a complete conversion that `verify` accepts, or the project's error and no dataset."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile
@@ -84,9 +82,7 @@ def text_files(draw: st.DrawFn) -> tuple[str, bytes]:
 def parquet_files(draw: st.DrawFn) -> tuple[str, bytes]:
     texts = draw(st.lists(TEXTS.map(str.encode) | st.binary(max_size=20) | st.none(), max_size=20))
     ids = pa.array(draw(st.sampled_from([[str(n) for n in range(len(texts))], [n // 2 for n in range(len(texts))]])))
-    column = pa.array(texts, pa.large_binary()).cast(
-        draw(st.sampled_from([pa.string(), pa.large_string()])), safe=False
-    )
+    column = pa.array(texts, pa.large_binary()).cast(draw(st.sampled_from([pa.string(), pa.large_string()])), safe=False)
     table = pa.table({"id": ids, "text": draw(st.sampled_from([column, column.dictionary_encode()]))})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, row_group_size=draw(st.integers(1, 8)))

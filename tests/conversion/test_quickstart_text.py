@@ -1,7 +1,5 @@
 """The quickstart's own steps, on the documentation of a few packages."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -146,9 +144,7 @@ def test_an_ambiguous_query_is_in_neither_file(gather: ModuleType) -> None:
         "The first of its kind",
         "The second of its kind",
     ]
-    documents = [
-        gather.Docstring("a.py", "a 1", f"{query}\n\n{body}") for query, body in zip(queries, bodies, strict=True)
-    ]
+    documents = [gather.Docstring("a.py", "a 1", f"{query}\n\n{body}") for query, body in zip(queries, bodies, strict=True)]
     unique = gather.Docstring("a.py", "a 1", "Not like any other one.\n\n" + "d" * 100)
     pairs = gather.pairs([*documents, unique])
     assert [query for _, query, _ in pairs["train"]] == ["Not like any other one"]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -174,9 +172,7 @@ def test_a_filter_s_values_are_of_the_column_s_type(
         return
     message = rf"filters: column '{column}' holds {held}.*, and (any|none)_of has {written}: .* only in quotes"
     with pytest.raises(UserError, match=message):
-        inspect_files(
-            find_files(source(file)).files, options(id_column="id", filters=[{"column": column, **condition}])
-        )
+        inspect_files(find_files(source(file)).files, options(id_column="id", filters=[{"column": column, **condition}]))
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
@@ -184,9 +180,7 @@ def test_filters_of_lists_compare_their_elements(ending: str, tmp_path: Path) ->
     languages = {"a": ["fr", "en"], "b": ["de"], "c": [], "d": None, "e": ["fr", None]}
     records = [{"id": name, "text": name, "languages": value} for name, value in languages.items()]
     file = write(tmp_path / f"a.{ending}", records)
-    kept = {
-        key: texts(read(file, filters=[{"column": "languages", key: ["fr", "sv"]}])) for key in ("any_of", "none_of")
-    }
+    kept = {key: texts(read(file, filters=[{"column": "languages", key: ["fr", "sv"]}])) for key in ("any_of", "none_of")}
     assert kept == {"any_of": ["a", "e"], "none_of": ["b", "c"]}
     with pytest.raises(UserError, match=r"column 'languages' holds text.*, and any_of has numbers \(1\)"):
         read(file, filters=[{"column": "languages", "any_of": [1]}])
@@ -203,9 +197,7 @@ def test_a_parquet_file_whose_texts_are_all_null_has_no_documents(tmp_path: Path
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.Table.from_arrays([pa.array(["1"]), pa.array(["a"]), pa.array(["b"])], ["id", "text", "text"]), file
-    )
+    pq.write_table(pa.Table.from_arrays([pa.array(["1"]), pa.array(["a"]), pa.array(["b"])], ["id", "text", "text"]), file)
     with pytest.raises(UserError, match=r"a\.parquet: has several columns 'text': rename them, or remove all but one"):
         read(file)
 
@@ -250,15 +242,11 @@ def test_csv_with_bad_rows(tmp_path: Path) -> None:
         ("a.csv, line 8: has no text", "without text"),
         ("a.csv, line 9: its text is not UTF-8", "not UTF-8"),
     ]
-    with pytest.raises(
-        UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"
-    ):
+    with pytest.raises(UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"):
         read(file)
 
 
-@pytest.mark.parametrize(
-    ("ending", "separator"), [("csv", ";"), ("csv", "\t"), ("csv", "|"), ("tsv", ";"), ("tsv", ",")]
-)
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ";"), ("csv", "\t"), ("csv", "|"), ("tsv", ";"), ("tsv", ",")])
 def test_a_table_with_another_separator_is_refused(tmp_path: Path, ending: str, separator: str) -> None:
     """Also with the name of its one column, which would make whole lines texts."""
     file, header = tmp_path / f"a.{ending}", separator.join(["ID", "text", "Lang"])
@@ -277,9 +265,7 @@ def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:
         read(file)
 
 
-def test_an_open_quotation_mark_does_not_take_the_rest_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_open_quotation_mark_does_not_take_the_rest_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_MAX_FIELD", 20)
     file = tmp_path / "a.csv"
     file.write_text('id,text\n1,one\n2,"two\n' + "3,three\n" * 10 + '4,"four"\n')

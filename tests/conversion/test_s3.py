@@ -1,7 +1,5 @@
 """From a bucket, to a bucket: against real servers."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -123,9 +121,7 @@ def test_a_file_that_changes_while_it_waits_is_named(bucket: Path, config_for: M
         return real(*arguments)
 
     monkeypatch.setattr(convert_module, "inspect_files", change)
-    with pytest.raises(
-        UserError, match=rf"source s3://{bucket.name}/text/more/b\.jsonl: has changed since this command"
-    ):
+    with pytest.raises(UserError, match=rf"source s3://{bucket.name}/text/more/b\.jsonl: has changed since this command"):
         convert(config_for(f"s3://{bucket.name}/text"))
 
 
@@ -152,17 +148,11 @@ def test_a_failed_conversion_has_no_index_and_resumes_after_the_repair(
     config = config_for(f"{url}/text", output=f"{url}/out", **keys)
     with pytest.raises(UserError, match=r"c\.jsonl\.gz: is damaged after line \d+ \(") as error:
         convert(config)
-    assert (
-        str(error.value)
-        .splitlines()[1]
-        .endswith("1 of 2 work units are finished and kept; no dataset is published yet")
-    )
+    assert str(error.value).splitlines()[1].endswith("1 of 2 work units are finished and kept; no dataset is published yet")
     left = {path.name for path in (bucket / "out").rglob("*") if path.is_file()}
     assert "shard.00000.mds.zstd" in left
     assert not left & {"index.json", "conversion.json"}
-    with pytest.raises(
-        UserError, match=r"unfinished conversion: 1 work units are missing \(.*text/more/c\.jsonl\.gz\)"
-    ):
+    with pytest.raises(UserError, match=r"unfinished conversion: 1 work units are missing \(.*text/more/c\.jsonl\.gz\)"):
         verify(f"{url}/out")
     put(bucket, "text/more/c.jsonl.gz", good)
     record = convert(config)
@@ -174,9 +164,7 @@ def test_a_failed_conversion_has_no_index_and_resumes_after_the_repair(
 
 def test_a_prefix_with_something_else_is_refused(bucket: Path, config_for: Make) -> None:
     url = f"s3://{bucket.name}"
-    with pytest.raises(
-        UserError, match=r"already holds files that do not belong to a conversion \(e\.g\. a\.parquet\)"
-    ):
+    with pytest.raises(UserError, match=r"already holds files that do not belong to a conversion \(e\.g\. a\.parquet\)"):
         convert(config_for(f"{url}/text/a.parquet", output=f"{url}/text"))
     assert (bucket / "text" / "a.parquet").exists()
 

@@ -1,7 +1,5 @@
 """The shards are, byte for byte, those of Streaming's writer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import gzip
 import io
@@ -154,9 +152,7 @@ def test_files_of_a_hub_dataset(tmp_path: Path) -> None:
 def test_paths_without_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.doc").write_text("no")
     for path in ("nowhere.parquet", "*.parquet", "."):
-        with pytest.raises(
-            UserError, match=r"there is no such file, and no folder or pattern with files in it \(\.parquet"
-        ):
+        with pytest.raises(UserError, match=r"there is no such file, and no folder or pattern with files in it \(\.parquet"):
             find_files(source(tmp_path / path))
     with pytest.raises(UserError, match=r"notes\.doc: expected a file that ends in \.parquet, \.jsonl"):
         find_files(source(tmp_path / "notes.doc"))
@@ -191,9 +187,7 @@ def test_a_file_with_several_paths_is_read_once(tmp_path: Path) -> None:
 
 def test_text_files_without_text_files(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", RECORDS[:3])
-    with pytest.raises(
-        UserError, match=r"source\.text_files: line has no effect, because the source has no plain text"
-    ):
+    with pytest.raises(UserError, match=r"source\.text_files: line has no effect, because the source has no plain text"):
         inspect_files(find_files(source(tmp_path)).files, options("line"))
     (tmp_path / "b.txt").write_text("a\nb\n")
     assert len(inspect_files(find_files(source(tmp_path)).files, options("line"))) == 2
@@ -295,9 +289,7 @@ def test_a_file_that_can_t_be_reached_is_not_damaged(
 
     system = SimpleNamespace(open_input_file=opened, open_input_stream=opened)
     monkeypatch.setattr(source_files, "filesystem", lambda path: (system, path))
-    message = (
-        rf"^source {file}: can't be read \(.*\); what is finished is kept; run the same command again when it can be"
-    )
+    message = rf"^source {file}: can't be read \(.*\); what is finished is kept; run the same command again when it can be"
     for call in (
         lambda: inspect_files([source_file], kept),
         lambda: list(reading.read_up_to_damage(source_file, kept, [])),
@@ -330,9 +322,7 @@ def test_sizes_of_many_hub_files_are_asked_for_in_parts(monkeypatch: pytest.Monk
         counts.append(len(paths))
         return [RepoFile(path=path, size=5, oid=path) for path in paths]
 
-    builder = SimpleNamespace(
-        config=SimpleNamespace(data_files={"train": [f"{prefix}{n}.parquet" for n in range(1201)]})
-    )
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": [f"{prefix}{n}.parquet" for n in range(1201)]}))
     monkeypatch.setattr("datasets.load_dataset_builder", lambda *names, **options: builder)
     monkeypatch.setattr(sources, "hub_commit", lambda *names: "c")
     monkeypatch.setattr(HfApi, "get_paths_info", get_paths_info)
@@ -341,9 +331,7 @@ def test_sizes_of_many_hub_files_are_asked_for_in_parts(monkeypatch: pytest.Monk
     assert {(file.bytes, file.path.removeprefix(prefix) == file.version) for file in files} == {(5, True)}
 
 
-def test_of_many_small_files_a_few_are_read_before_the_work_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_small_files_a_few_are_read_before_the_work_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred thousand would take longer than the patience of a user whose id_column is wrong."""
     monkeypatch.setattr(sources, "_EXAMINED", 10)
     for number in range(45):

@@ -1,7 +1,5 @@
 """Warnings about the text: names of special tokens, text that the tokenizer doesn't know, BOS, and another encoding."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -71,9 +69,7 @@ def checked(tokenizer: str, *texts: str) -> dict[str, Any]:
     return merge_checks(parts)
 
 
-def test_names_of_special_tokens_are_counted(
-    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_special_tokens_are_counted(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = sentences(30)
     for number, record in enumerate(records):
         record["text"] += " <|eos|> more" * (number % 3) + (" <|pad|>" if number == 7 else "")

@@ -1,7 +1,5 @@
 """The command that trains a tokenizer: what it reads, its special tokens, and what it refuses."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex
@@ -181,9 +179,7 @@ def test_an_empty_file_is_named(file: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["tokenizer", str(file), "--size", "300", "on_bad_file=skip"]) == 0
 
 
-def test_a_damaged_file_is_read_up_to_its_damage(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_read_up_to_its_damage(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If the YAML says so, as the conversion does; its plan, too."""
     words = " ".join(record["text"] for record in sentences(30_000))
     size = len(words) // 300

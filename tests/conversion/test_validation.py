@@ -1,7 +1,5 @@
 """Every text of two documents or more gets a document in each split, whatever the fraction and the number of workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,9 +113,7 @@ def test_a_source_without_text_leaves_the_output_free(
     if name == "a.txt":
         (tmp_path / "source" / name).touch()
     else:
-        pq.write_table(
-            pa.table({"id": pa.array([], "string"), "text": pa.array([], "string")}), tmp_path / "source" / name
-        )
+        pq.write_table(pa.table({"id": pa.array([], "string"), "text": pa.array([], "string")}), tmp_path / "source" / name)
     config = config_for(str(tmp_path / "source"), on_bad_file=on_bad_file)
     with pytest.raises(UserError, match=message):
         convert(config)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -135,9 +133,7 @@ def test_a_shard_cut_short(output: Path) -> None:
     shard = shard_of(output, 0)
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-5])
-    assert faults(output) == [
-        f"train/{unit_of(output)}/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"
-    ]
+    assert faults(output) == [f"train/{unit_of(output)}/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"]
 
 
 def test_an_unpacked_copy_that_was_changed(output: Path) -> None:

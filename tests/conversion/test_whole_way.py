@@ -1,7 +1,5 @@
 """From text in a bucket to a trained model: converted, killed, resumed, verified, and trained on through a small cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Work units: how files are divided, what is converted again, where a limit stops, and what decides the bytes."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import pickle
@@ -152,9 +150,7 @@ def test_an_unfinished_output_with_other_settings_is_refused(
     with pytest.raises(KeyboardInterrupt):
         convert(config_for(many, cluster=ALONE, **KEYS))
     monkeypatch.undo()
-    with pytest.raises(
-        UserError, match=r"unfinished conversion with other settings \(sequence_length\): choose another"
-    ):
+    with pytest.raises(UserError, match=r"unfinished conversion with other settings \(sequence_length\): choose another"):
         convert(config_for(many, cluster=ALONE, sequence_length=32, **KEYS))
     assert len(list((tmp_path / "out" / "units").iterdir())) > 4
     # What doesn't change the bytes may change.
@@ -241,9 +237,7 @@ def test_a_unit_stops_once_it_has_filled_the_budget(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_budget_ends_the_text_also_before_validation_documents(
-    config_for: Make, tmp_path: Path, missing: int
-) -> None:
+def test_a_budget_ends_the_text_also_before_validation_documents(config_for: Make, tmp_path: Path, missing: int) -> None:
     """Also if all of the text is converted already, when the budget is set to exactly its training tokens."""
     records = sentences(300)
     records[150:] = sorted(records[150:], key=lambda r: document_number(r["id"]) < validation_end(0.3))

@@ -1,7 +1,5 @@
 """gigatoken gives the ids of tokenizers, is refused by name where it can't, and a difference is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

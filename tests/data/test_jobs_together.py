@@ -1,7 +1,5 @@
 """Several jobs on one machine that start at the same time, read the same data and end at any time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -124,9 +122,7 @@ def test_the_cache_of_another_job_is_refused(
     write_rows(tmp_path / "remote", 100, seed=1)
     monkeypatch.setattr(shared_memory, "_CACHE_WAIT_SECONDS", 0.5)
     config = data(remote=tmp_path / "remote", local=tmp_path / "cache")
-    with pytest.raises(
-        UserError, match=f"{tmp_path}/cache is the cache of another job that is running on this machine"
-    ):
+    with pytest.raises(UserError, match=f"{tmp_path}/cache is the cache of another job that is running on this machine"):
         build_loader(config.reading, config.streams, 8, seed=3, train=True)
     # A dataset without a remote place is only read.
     local = data(local=tmp_path / "cache")

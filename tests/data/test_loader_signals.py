@@ -1,7 +1,5 @@
 """Loader processes survive the signals that end a run from their start on, and end with the process that they load for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

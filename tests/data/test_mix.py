@@ -1,7 +1,5 @@
 """Mixes of datasets: proportions, row ids, order."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator

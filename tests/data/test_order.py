@@ -1,7 +1,5 @@
 """The order of rows, which does not depend on the machines, and each row of a validation once."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -194,8 +192,6 @@ def test_the_split_is_a_hash_of_the_id() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "dtype"), [(300, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")]
-)
+@pytest.mark.parametrize(("words", "dtype"), [(300, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")])
 def test_ids_are_stored_in_the_narrowest_type(words: int, dtype: str) -> None:
     assert token_dtype(words) == dtype

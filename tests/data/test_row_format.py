@@ -1,7 +1,5 @@
 """Datasets that other programs wrote: read as rows of segments, or refused in one line, by plan, preflight and run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -183,9 +181,7 @@ def test_nested_folders_whose_indexes_streaming_merged_are_refused(tmp_path: Pat
     [in_preflight] = stored_row_problems(config.splits, config.row_lengths, WORDS, first_shards=True)
     with pytest.raises(UserError) as caught:
         build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=WORDS)
-    message = (
-        f"data.train: the index of {made} lists 0/shard.00000.mds 2 times, so another file is never read: expected"
-    )
+    message = f"data.train: the index of {made} lists 0/shard.00000.mds 2 times, so another file is never read: expected"
     assert all(line.startswith(message) and "\n" not in line for line in (problem, in_preflight, str(caught.value)))
 
 

@@ -1,7 +1,5 @@
 """Shared memory that killed jobs leave behind, and that of running jobs, also in other containers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

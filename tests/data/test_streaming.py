@@ -149,9 +149,7 @@ def test_a_temporary_folder_in_which_loader_processes_would_hang_is_refused(
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: f"{folder}/pymp-0")
     made = write_numbered(tmp_path / "made", 20)
-    with pytest.raises(
-        UserError, match=r"^TMPDIR: /tmp/(long){20} has a path of 85 bytes, .* at most 75, as TMPDIR=/tmp$"
-    ):
+    with pytest.raises(UserError, match=r"^TMPDIR: /tmp/(long){20} has a path of 85 bytes, .* at most 75, as TMPDIR=/tmp$"):
         open_rows(data(made, num_workers=1))
 
 
@@ -220,9 +218,7 @@ CHANGES: dict[str, tuple[Callable[[bytearray], bytes], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", ["unpacked", "stored", "cache"])
-def test_a_shard_that_was_changed_on_this_machine_is_not_read(
-    s3: Path, tmp_path: Path, change: str, place: str
-) -> None:
+def test_a_shard_that_was_changed_on_this_machine_is_not_read(s3: Path, tmp_path: Path, change: str, place: str) -> None:
     """Also if it was read by an earlier start; what can be made again is made again by the next."""
     made = write_numbered(tmp_path / "made", 200, compression=None if place == "stored" else "zstd")
     config = data(made)
@@ -255,9 +251,7 @@ def test_a_shard_that_was_changed_on_this_machine_is_not_read(
         assert file.read_bytes() == content
 
 
-def test_a_shard_is_compared_once_by_all_processes_of_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_compared_once_by_all_processes_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, hashed = write_numbered(tmp_path / "made", 200), tmp_path / "hashed"
     digest = hashlib.file_digest
 
@@ -287,9 +281,7 @@ def test_a_missing_shard_is_named(s3: Path, tmp_path: Path, monkeypatch: pytest.
     client().delete_object(Bucket=bucket, Key="out/train/shard.00003.mds.zstd")
     monkeypatch.setattr(shards, "_DOWNLOAD_ATTEMPTS", 1)
     config = data(remote, local=str(tmp_path / "cache"))
-    with pytest.raises(
-        ShardError, match=rf"shard {remote}/shard\.00003\.mds\.zstd: can't be read into .*cache"
-    ) as error:
+    with pytest.raises(ShardError, match=rf"shard {remote}/shard\.00003\.mds\.zstd: can't be read into .*cache") as error:
         numbers(open_rows(config))
     assert len(str(error.value).splitlines()) == 1
 
@@ -336,9 +328,7 @@ def test_the_cache_of_another_dataset_is_refused(tmp_path: Path, monkeypatch: py
     for _ in range(2):
         assert sorted(numbers(open_rows(data(str(one), **keys), train=False))) == list(range(60))
         release_streaming()
-    with pytest.raises(
-        UserError, match=rf"^{tmp_path}/cache: holds the shards of another dataset than {other}: remove it"
-    ):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/cache: holds the shards of another dataset than {other}: remove it"):
         open_rows(data(str(other), **keys))
     shutil.rmtree(one)
     with pytest.raises(UserError, match=f"^dataset {one}: can't be opened"):
@@ -365,9 +355,7 @@ def test_an_unfinished_conversion_is_named(s3: Path, tmp_path: Path) -> None:
         open_rows(data(f"{remote}/train", local=str(tmp_path / "cache")))
 
 
-def test_a_run_through_a_small_cache_equals_one_from_a_folder(
-    store: MakeBucket, tmp_path: Path, write_yaml: Write
-) -> None:
+def test_a_run_through_a_small_cache_equals_one_from_a_folder(store: MakeBucket, tmp_path: Path, write_yaml: Write) -> None:
     """It trains on the same rows, in the same order, saves to the bucket, and resumes from there on an empty machine."""
     bucket = store("tiny-run")
     expected = losses(train(config_of(write_yaml("local", checkpoint__interval="100ba"))))

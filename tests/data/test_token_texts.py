@@ -1,7 +1,5 @@
 """The bytes of text that tokens stand for, with small tokenizers of each kind, trained here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/architecture.md shows the layers that import-linter checks."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -1,7 +1,5 @@
 """Each source of docs/comparison.md is a file at a commit or a release, or a page beside it, and is used."""
 
-from __future__ import annotations
-
 import re
 
 from helpers.documented_commands import ROOT

@@ -1,7 +1,5 @@
 """What Biphasic takes from Composer is the list in docs/versions.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -11,12 +9,8 @@ from helpers.tiny import ROOT
 def imported() -> set[str]:
     """Names that `src/` imports from Composer."""
     nodes = [node for path in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    assert not [
-        name for node in nodes if isinstance(node, ast.Import) for name in node.names if name.name == "composer"
-    ]
-    modules = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composer")
-    ]
+    assert not [name for node in nodes if isinstance(node, ast.Import) for name in node.names if name.name == "composer"]
+    modules = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composer")]
     return {name.name for node in modules for name in node.names}
 
 

@@ -1,7 +1,5 @@
 """docs/library.md: each example runs, in order, and the page is short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The commands of pages run in their order, in a small working directory (small_repository.py): in every run of the tests
 most of README's; with the slow tests all of README's, and then the other pages'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

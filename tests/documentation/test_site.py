@@ -1,7 +1,5 @@
 """The site that `make docs` builds needs no other host, and shows every page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

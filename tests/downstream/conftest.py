@@ -1,7 +1,5 @@
 """The datasets library without progress bars, and with a cache of a module's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What the columns of files with a word in each line are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Datasets in the files in which they are published, on excerpts in exactly those forms."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -65,9 +63,7 @@ def prepared(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) ->
 
 def refused(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> str:
     """The message about a task with one file."""
-    config = one_task(
-        tmp_path, {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
-    )
+    config = one_task(tmp_path, {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}})
     with pytest.raises(UserError) as error:
         prepare_task("it", config)
     return str(error.value)
@@ -176,9 +172,7 @@ def test_squad_s_own_file(tmp_path: Path, version: str) -> None:
     assert version == "1.1" or rows[1]["answers"] == {"text": [], "answer_start": []}
     del questions[0]["question"]
     path.write_text(json.dumps(content))
-    assert refused(tmp_path / "lacks", task, path).startswith(
-        f"{path}: question 1 lacks 'question'; expected {{\"data\":"
-    )
+    assert refused(tmp_path / "lacks", task, path).startswith(f"{path}: question 1 lacks 'question'; expected {{\"data\":")
 
 
 def test_questions_without_answers_are_warned_of(tmp_path: Path) -> None:
@@ -330,9 +324,7 @@ def test_lines_of_json_may_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json", "json.gz"])
 def test_halves_of_surrogate_pairs_and_a_byte_order_mark(tmp_path: Path, suffix: str) -> None:
     rows = '{"sentence": "a \\ud83d b", "label": 1}\n', '{"sentence": "a \\ud83d\\ude00", "label": 0}\n'
-    content = (
-        "[" + ",".join(rows) + "]" if suffix.startswith("json") and "l" not in suffix else "".join(rows)
-    ).encode()
+    content = ("[" + ",".join(rows) + "]" if suffix.startswith("json") and "l" not in suffix else "".join(rows)).encode()
     path = tmp_path / f"rows.{suffix}"
     content = b"\xef\xbb\xbf" + content
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
@@ -407,6 +399,4 @@ def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
         "qrels/test": {"its score is below min_score (1)": 2},
     }
     line = describe_record("it", "out", record)
-    assert (
-        "; not used: 1 of queries (no document is relevant to it), 2 of queries (no judgment in these splits), " in line
-    )
+    assert "; not used: 1 of queries (no document is relevant to it), 2 of queries (no judgment in these splits), " in line

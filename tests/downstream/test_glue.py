@@ -1,7 +1,5 @@
 """GLUE's eight sets from small ones with the hub's columns, by both protocols, and its scores."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

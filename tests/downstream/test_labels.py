@@ -1,7 +1,5 @@
 """One rule for the labels of all file types, names read from the data, and tagging schemes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -117,9 +115,7 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     classified(tmp_path / "unused", {"test": str(twice)})
 
 
-def tagged(
-    folder: Path, sentences: list[str], suffix: str = ".conll", **keys: Any
-) -> tuple[list[str], list[list[str]]]:
+def tagged(folder: Path, sentences: list[str], suffix: str = ".conll", **keys: Any) -> tuple[list[str], list[list[str]]]:
     """The label names, and the names of each sentence's labels, of a set whose words are w0, w1, …"""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"a{suffix}"
@@ -127,9 +123,7 @@ def tagged(
         parts = ["".join(f"w{at} {label}\n" for at, label in enumerate(each.split())) for each in sentences]
         path.write_text("\n".join(parts))
     else:
-        rows = [
-            {"tokens": [f"w{at}" for at, _ in enumerate(each.split())], "labels": each.split()} for each in sentences
-        ]
+        rows = [{"tokens": [f"w{at}" for at, _ in enumerate(each.split())], "labels": each.split()} for each in sentences]
         jsonl(path, rows)
     task = {"kind": "tokens", "labels_column": "labels", "source": {"files": {"a": [str(path)]}}, **keys}
     config = one_task(folder, {**task, "splits": {"test": "a"}})

@@ -1,7 +1,5 @@
 """A retrieval set of one's own, by the YAML that is its example."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

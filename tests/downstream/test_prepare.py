@@ -1,7 +1,5 @@
 """The paper's twelve tasks from small sets with exactly the hub's columns, and what goes wrong with them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -110,9 +108,7 @@ def test_a_retrieval_set_is_divided_as_in_the_papers_evaluation(sets: dict[str, 
     assert [int(row["_id"]) for row in rows_of(folder, "corpus")] == list(range(20, 61))
     assert rows_of(folder, "corpus")[0] == {"_id": "20", "title": "", "text": "text 20"}
     assert [int(row["_id"]) for row in rows_of(folder, "queries")] == list(range(20, 60))
-    assert rows_of(folder, "qrels/test") == [
-        {"query-id": f"{at}", "corpus-id": f"{at}", "score": 2} for at in range(40, 60)
-    ]
+    assert rows_of(folder, "qrels/test") == [{"query-id": f"{at}", "corpus-id": f"{at}", "score": 2} for at in range(40, 60)]
 
     whole = config_of(sets, tmp_path / "whole", "tasks.msmarco.judged_only=false", "tasks.msmarco.min_score=0")
     prepare_task("msmarco", whole)
@@ -200,9 +196,7 @@ def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path
 def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str, str], tmp_path: Path) -> None:
     path = jsonl(tmp_path / "qrels.jsonl", [{"query-id": "1", "corpus-id": str(at), "score": 1} for at in (1, 999)])
     task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
-    with pytest.raises(
-        UserError, match=r"qrels/test: 1 of 2 rows .* number 2, id '999': its document is not in the corpus"
-    ):
+    with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2, id '999': its document is not in the corpus"):
         prepare_task("it", one_task(tmp_path, task))
     # Its queries and corpus are written already: the next preparation may remove them.
     assert prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
@@ -298,9 +292,7 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "record" / TASK_RECORD).read_text())
     assert record["commits"] == {"aps/super_glue": commits[0]}
     assert record["rows"] == {"validation": 1, "train": 19, "test": 20}
-    assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {
-        "rajpurkar/squad": commits[1]
-    }
+    assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {"rajpurkar/squad": commits[1]}
     assert refused.returncode == 2 and "give `revision: refs/convert/parquet` and its `files` there" in refused.stderr
     assert missing.returncode == 2
     assert missing.stderr.startswith("sst2: nyu-mll/glue, sst2, train: can't be read (")
@@ -310,7 +302,4 @@ def test_numbers_keep_their_types(sets: dict[str, str], tmp_path: Path) -> None:
     prepare_task("uner", config_of(sets, tmp_path))
     schema = pq.read_schema(tmp_path / "uner" / "train.parquet")
     assert schema.field("labels").type.value_type == "int32"
-    assert (
-        np.asarray(pq.read_table(tmp_path / "uner" / "train.parquet")["labels"].combine_chunks().values).dtype
-        == np.int32
-    )
+    assert np.asarray(pq.read_table(tmp_path / "uner" / "train.parquet")["labels"].combine_chunks().values).dtype == np.int32

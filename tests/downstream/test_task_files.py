@@ -1,7 +1,5 @@
 """Tasks from files of each kind, and rows of them that are no examples."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -186,9 +184,7 @@ def test_values_of_unexpected_types_in_retrieval_sets(tmp_path: Path) -> None:
             "qrels": {"test": {**files["judgments"], "list_column": "lists", "score_column": None}}}  # fmt: skip
     record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.8))
     assert record["rows"] == {"train": 1, "queries": 1, "corpus": 1, "qrels/test": 1}
-    reasons = {
-        table: sorted(reason.partition(" (")[0] for reason in faults) for table, faults in record["left_out"].items()
-    }
+    reasons = {table: sorted(reason.partition(" (")[0] for reason in faults) for table, faults in record["left_out"].items()}
     assert reasons == {"train": [TYPE, "negatives_column 'hard' is not text but int"], "qrels/test": [TYPE, TYPE]}
 
 

@@ -1,7 +1,5 @@
 """A mirror of the hub's data sets, and an encoder to score."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`biphasic compare`: intervals and tests against own computations, refusals, and two evaluations from end to end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -81,9 +79,7 @@ def test_entity_f1_is_scored_anew_on_resampled_sentences(monkeypatch: pytest.Mon
     chosen = np.random.default_rng(0).integers(24, size=(300, 24))
     expected = [(f1(second, resample) + f1(gold, resample)) / 2 - f1(first, resample) for resample in chosen]
     assert tested["interval"] == pytest.approx(tuple(np.percentile(expected, [2.5, 97.5])), abs=1e-12)
-    np.testing.assert_array_equal(
-        entity_counts([["B-PER", "I-PER", "O"]], [["B-PER", "O", "B-LOC"]]).values, [[0, 2, 1]]
-    )
+    np.testing.assert_array_equal(entity_counts([["B-PER", "I-PER", "O"]], [["B-PER", "O", "B-LOC"]]).values, [[0, 2, 1]])
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +121,7 @@ def test_two_evaluations(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest
     changed = [each for each in row["by_example"] if "gold" in each]
     assert len(changed) == 10 and changed == row["by_example"][:10]
     for each in changed:
-        assert (
-            each["text"] == texts[each["id"]] and {one["id"]: one["grade"] for one in each["gold"]} == qrels[each["id"]]
-        )
+        assert each["text"] == texts[each["id"]] and {one["id"]: one["grade"] for one in each["gold"]} == qrels[each["id"]]
         assert [each["a_predicted"], each["b_predicted"]] == [found[each["id"]] for found in best]
     first = changed[0]["id"]
     assert f"{first}: {by_query[0][first]:.4f} to {by_query[1][first]:.4f}  {texts[first]}" in printed

@@ -1,7 +1,5 @@
 """Embeddings on disk: read again, removed when there is no room, and not kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Evaluation from a mirror of the hub's data sets, without a network."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of an evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from biphasic.config.evaluate import EvaluateConfig

@@ -1,7 +1,5 @@
 """Prompts and documents' texts equal those of sentence-transformers and mteb; the table of scores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -94,9 +92,7 @@ def test_prompts_equal_those_of_sentence_transformers_and_mteb(case: str, static
     file = static / "config_sentence_transformers.json"
     content = {**json.loads(file.read_text()), "prompts": {}, "default_prompt_name": None, **CASES[case]}
     file.write_text(json.dumps(content))
-    (tmp_path / file.name).write_text(
-        json.dumps(content)
-    )  # without its modules.json, which names a module that is refused
+    (tmp_path / file.name).write_text(json.dumps(content))  # without its modules.json, which names a module that is refused
     retriever = Retriever(RecordingEmbedder(tmp_path))
     prompts = [retriever._prompt(mteb.get_task(name).metadata, role) for name, role in CALLS]
     assert prompts == reference_prompts(static)
@@ -141,9 +137,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_score_table() -> None:
-    retrieval = SplitScores(
-        "NQ", "default", "test", "ndcg_at_10", 0.51234, 0.51234, 0.4, 0.9, (0.5, 0.525), 3452, 2_681_468
-    )
+    retrieval = SplitScores("NQ", "default", "test", "ndcg_at_10", 0.51234, 0.51234, 0.4, 0.9, (0.5, 0.525), 3452, 2_681_468)
     german = SplitScores("MultiLong", "de", "dev", "ndcg_at_10", 0.3, 0.3, 0.2, 1.0, (0.1, 0.4), 200, 10_000)
     other = SplitScores("STS12", "default", "test", "cosine_spearman", 0.70006)
     records = [{"system": "our/model", "scores": [asdict(retrieval), asdict(german)]},

@@ -1,7 +1,5 @@
 """`job: evaluate` from a model to mteb's files: recorded, interrupted, on two ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -94,9 +92,7 @@ def test_rankings_are_kept(scored: tuple[Path, EvaluateConfig]) -> None:
             # So do the scores by query, with the judgments, the texts and the ten best documents of each.
             by_query = pq.read_table(folder / scores["by_query"]).to_pydict()
             assert np.mean(by_query["ndcg_at_10"]) == pytest.approx(mean, abs=1e-9)
-            assert dict(zip(by_query["id"], by_query["text"], strict=True)) == {
-                row["_id"]: row["text"] for row in queries
-            }
+            assert dict(zip(by_query["id"], by_query["text"], strict=True)) == {row["_id"]: row["text"] for row in queries}
             for query, gold, best in zip(*(by_query[name] for name in ("id", "gold", "predicted")), strict=True):
                 assert {row["id"]: row["grade"] for row in gold} == qrels[query] and best == list(ranked[query])[:10]
             count += 1
@@ -142,9 +138,7 @@ def test_mteb_reads_the_result_files(scored: tuple[Path, EvaluateConfig], model:
 
 
 @pytest.mark.parametrize("name", ["NQ", "MultiLongDocRetrieval", "STSBenchmark"])
-def test_scores_equal_sentence_transformers_and_mteb(
-    name: str, scored: tuple[Path, EvaluateConfig], model: Path
-) -> None:
+def test_scores_equal_sentence_transformers_and_mteb(name: str, scored: tuple[Path, EvaluateConfig], model: Path) -> None:
     folder, config = scored
     [planned] = [task for task in plan_tasks(config) if task.name == name]
     reference, _ = score(SentenceTransformer(str(model), device="cpu"), planned.load())
@@ -172,9 +166,7 @@ def test_recorded_scores_are_not_computed_again(
     run(config)
     assert values_of(folder) == before
     # The same settings, spelled out.
-    other = config.model_copy(
-        update={"model": config.model.model_copy(update={"pooling": "mean"}), "precision": "fp32"}
-    )
+    other = config.model_copy(update={"model": config.model.model_copy(update={"pooling": "mean"}), "precision": "fp32"})
     run(other)
     monkeypatch.setattr("biphasic.evaluation.run.model_fingerprint", lambda *_: "another")
     with pytest.raises(AssertionError, match="scored again"):
@@ -189,9 +181,7 @@ def test_other_splits_subsets_and_languages_are_scored(mirror: Path, model: Path
         assert {key[1] for key in values_of(folder)} == {split}
 
     def chosen(task: str, **changes: Any) -> dict[str, Any]:
-        return next(
-            planned.chosen for planned in plan_tasks(config_of(model, tmp_path, **changes)) if planned.name == task
-        )
+        return next(planned.chosen for planned in plan_tasks(config_of(model, tmp_path, **changes)) if planned.name == task)
 
     assert chosen(name, tasks=[name], subsets={name: ["de"]}) == {"subsets": ["de"]}
     benchmark = {"benchmarks": ["MTEB(Multilingual, v2)"]}
@@ -257,9 +247,7 @@ def test_two_ranks_give_the_scores_of_one(
     mirror: Path, model: Path, tmp_path: Path, scored: tuple[Path, EvaluateConfig]
 ) -> None:
     large = write_own(tmp_path / "large", documents=700)  # three blocks, so that both ranks have some
-    config = config_of(
-        model, tmp_path, mirror=str(mirror), tasks=["STSBenchmark"], sets=[str(large)], model__name="a/b"
-    )
+    config = config_of(model, tmp_path, mirror=str(mirror), tasks=["STSBenchmark"], sets=[str(large)], model__name="a/b")
     path = tmp_path / "two.yaml"
     path.write_text(dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -287,9 +275,7 @@ def test_a_checkpoint_in_a_bucket(s3: Path, dataset: Path, write_yaml: Any, tmp_
 
     place = f"s3://{bucket_for(s3, 'evaluate')}/run"
     train(
-        pretraining(
-            write_yaml("run", checkpoint__folder=place, objective__phases=[{"name": "mlm", "masking_ratio": 0.4}])
-        )
+        pretraining(write_yaml("run", checkpoint__folder=place, objective__phases=[{"name": "mlm", "masking_ratio": 0.4}]))
     )
     own = write_own(tmp_path / "my-set")
     from_bucket = run(config_of(f"{place}/ba12-rank0.pt", tmp_path, sets=[str(own)]))

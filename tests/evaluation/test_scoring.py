@@ -1,7 +1,5 @@
 """Scores of a system on a task, and bootstrap intervals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

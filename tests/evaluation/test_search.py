@@ -1,7 +1,5 @@
 """Exact search a block at a time, in any order, on several ranks, in constant memory; and its scores against mteb's."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -31,9 +29,7 @@ def random_embeddings(seed: int, count: int, documents: int, kinds: int | None =
     return queries, different[which] * (lengths if kinds is None else 1)
 
 
-def full_sort(
-    queries: Tensor, documents: Tensor, k: int, similarity: str, mask: Tensor | None = None
-) -> list[list[int]]:
+def full_sort(queries: Tensor, documents: Tensor, k: int, similarity: str, mask: Tensor | None = None) -> list[list[int]]:
     """Return the best k positions from the full matrix; of equal scores the lower position first."""
     if similarity == "cosine":
         queries, documents = (F.normalize(x.double(), dim=1) for x in (queries, documents))
@@ -61,9 +57,7 @@ def shuffled(count: int, block: int, seed: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("kinds", [None, 7])
-@pytest.mark.parametrize(
-    ("k", "block", "inner"), [(1, 10, 1), (10, 33, 8), (10, 200, 64), (100, 17, 2048), (500, 50, 7)]
-)
+@pytest.mark.parametrize(("k", "block", "inner"), [(1, 10, 1), (10, 33, 8), (10, 200, 64), (100, 17, 2048), (500, 50, 7)])
 def test_blocks_in_any_order(similarity: str, kinds: int | None, k: int, block: int, inner: int) -> None:
     queries, documents = random_embeddings(0, 9, 200, kinds)
     expected = full_sort(queries, documents, k, similarity)
@@ -80,9 +74,7 @@ def test_blocks_in_any_order(similarity: str, kinds: int | None, k: int, block: 
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     compare = F.cosine_similarity if similarity == "cosine" else lambda a, b, dim: (a * b).sum(dim)
     full = compare(queries[:, None].double(), documents[None].double(), dim=2)
-    torch.testing.assert_close(
-        results[0], full.sort(dim=1, descending=True).values[:, :k].float(), atol=1e-5, rtol=1e-6
-    )
+    torch.testing.assert_close(results[0], full.sort(dim=1, descending=True).values[:, :k].float(), atol=1e-5, rtol=1e-6)
 
 
 def test_negative_zero_and_opposite_scores_are_ordered() -> None:

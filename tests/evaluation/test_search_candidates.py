@@ -1,7 +1,5 @@
 """The ranking that fp32 candidates lead to is the one of all fp64 sums, bit for bit: ties, sums that cancel or vanish."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

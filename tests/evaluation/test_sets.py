@@ -1,7 +1,5 @@
 """Local retrieval sets: every layout that is read, everything that is refused, and judged documents."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -128,9 +126,7 @@ def test_all_splits_or_some(tmp_path: Path) -> None:
     tsv(folder / "qrels" / "dev.tsv", QRELS[1:])
     both = read(folder)
     assert split_of(both)["qrels"] == {"q1": {"d1": 2}} and split_of(both)["queries"] == {"q1": "Où ?"}
-    assert split_of(both, "dev")["qrels"] == {"q2": {"d2": 1, "d1": 0}} and split_of(both, "dev")["queries"] == {
-        "q2": "二"
-    }
+    assert split_of(both, "dev")["qrels"] == {"q2": {"d2": 1, "d1": 0}} and split_of(both, "dev")["queries"] == {"q2": "二"}
     assert both.metadata.eval_splits == ["dev", "test"]
     one = read(folder, ["dev"])
     assert list(one.dataset["default"]) == ["dev"] == one.metadata.eval_splits

@@ -1,7 +1,5 @@
 """Each text is embedded by one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exact match, token F1 and the no-answer threshold against other implementations, examples and corner cases."""
 
-from __future__ import annotations
-
 import math
 import re
 import string

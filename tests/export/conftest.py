@@ -1,7 +1,5 @@
 """The record of a checkpoint, which model cards are made of."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints are exported from a file, a folder or a bucket, and from a run's folder the newest."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model card holds the run's record, and the hub's parser accepts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,9 +58,7 @@ def test_datasets_of_a_mix(record: dict[str, Any], tmp_path: Path) -> None:
     record["data"] = {**counts, "source": "a mix of web (0.8), code (0.1), own (0.1)", "mix": mix}
     card = pretrained_card(record)
     assert metadata(card, tmp_path)["datasets"] == ["HuggingFaceFW/fineweb-edu", "org/code"]
-    assert (
-        f"| Data revision | HuggingFaceFW/fineweb-edu {web['revision']}, org/code, newest at the conversion |\n" in card
-    )
+    assert f"| Data revision | HuggingFaceFW/fineweb-edu {web['revision']}, org/code, newest at the conversion |\n" in card
 
 
 def test_base_model_and_license(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

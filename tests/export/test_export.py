@@ -1,7 +1,5 @@
 """An exported folder holds the checkpoint's network, for every library that loads it."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.metadata import version
@@ -169,9 +167,7 @@ def test_an_export_reads_texts_as_its_checkpoint_does(tmp_path: Path, dataset: P
     texts = ["w5 w6", "w7 " * 2 * LENGTH]
     expected, read = (load_text_tokenizer(path) for path in (checkpoint, str(tmp_path / "out")))
     rows = [ids for ids, _ in read.tokenize_and_count(texts, read.max_length)]
-    assert (
-        rows == [ids for ids, _ in expected.tokenize_and_count(texts, expected.max_length)] and len(rows[1]) == LENGTH
-    )
+    assert rows == [ids for ids, _ in expected.tokenize_and_count(texts, expected.max_length)] and len(rows[1]) == LENGTH
     assert (rows[0][0] == load_tokenizer(folder).role_ids["bos"]) is add_bos and len(rows[0]) == 2 + add_bos
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded(texts, truncation=True).input_ids == rows

@@ -1,7 +1,5 @@
 """Exports of other decoder families load as encoders, only with their file of code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -212,9 +210,7 @@ def test_export_of_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, t
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_code_with_other_results_is_refused(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_with_other_results_is_refused(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check on a small network finds a causal mask, a window that is too wide by one, and wrong positions."""
     template = (Path(formats.__file__).with_name("bidirectional_template.py")).read_text()
     for before, after in (
@@ -225,9 +221,7 @@ def test_code_with_other_results_is_refused(
         assert before in template
         (tmp_path / "template.py").write_text(template.replace(before, after))
         monkeypatch.setattr(formats, "_TEMPLATE", tmp_path / "template.py")
-        with pytest.raises(
-            UserError, match=r"mistral model can't be written: the results of transformers would differ"
-        ):
+        with pytest.raises(UserError, match=r"mistral model can't be written: the results of transformers would differ"):
             export_language_model(decoder("mistral"), tokenizer, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -250,9 +244,7 @@ def test_a_head_with_a_bias(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_networks_that_cannot_be_written_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = decoder("qwen3")
     model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(
-        UserError, match=r"qwen3 model can't be written: it has layers of unknown kinds: chunked_attention"
-    ):
+    with pytest.raises(UserError, match=r"qwen3 model can't be written: it has layers of unknown kinds: chunked_attention"):
         export_language_model(model, tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match=r"gpt2 model can't be written: .* small network \('num_hidden_layers'\)"):
         formats.choose_format(AutoConfig.for_model("gpt2"), tokenizer)

@@ -6,8 +6,6 @@ pooling by its older flags, and the tokens that the tokenizer gives a text. docs
 by hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -50,8 +48,6 @@ def test_both_exports_can_be_converted(dataset: Path, tmp_path: Path, monkeypatc
         assert {name.split(".")[0] for name in names} == {"embed_tokens", "layers", "norm"}
         assert len(names) == 2 + 9
         assert written["rope_parameters"]["rope_theta"] == 10000
-        pooling = next(
-            module for module in json.loads((folder / "modules.json").read_text()) if "Pooling" in module["type"]
-        )
+        pooling = next(module for module in json.loads((folder / "modules.json").read_text()) if "Pooling" in module["type"])
         assert json.loads((folder / pooling["path"] / "config.json").read_text())["pooling_mode_mean_tokens"] is True
         assert AutoTokenizer.from_pretrained(folder)("w1 w2")["input_ids"] == [5, 6]

@@ -1,7 +1,5 @@
 """Exported folders in transformers' own classes and sentence-transformers, against training's packed attention."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The ONNX graph of an export gives the packed encoder's results, for any length, batch and side of padding."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

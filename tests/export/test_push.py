@@ -1,7 +1,5 @@
 """A push uploads the complete export and nothing else, in one commit; a dry run makes no request."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

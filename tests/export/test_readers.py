@@ -1,7 +1,5 @@
 """What other software would compute wrongly from an export is an error in it (benchmarks/readers.py has who reads what)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

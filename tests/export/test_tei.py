@@ -18,8 +18,6 @@ feeds (`backends/ort/src/lib.rs`). In short:
 TEI itself doesn't run here.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

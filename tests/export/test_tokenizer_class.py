@@ -1,7 +1,5 @@
 """An export's tokenizer as AutoTokenizer loads it: the ids of tokenizer.json, and the names of all special tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -47,9 +45,7 @@ def export(finetuned: bool, source: Path, out: Path) -> None:
     if finetuned:
         BertModel(BertConfig(**SIZES)).save_pretrained(source)
         head = TextHead(32, 2)
-        export_finetuned(
-            load_encoder(str(source)), head, ["a", "b"], out, lambda **_: "card", prompts={}, max_length=60
-        )
+        export_finetuned(load_encoder(str(source)), head, ["a", "b"], out, lambda **_: "card", prompts={}, max_length=60)
     else:
         config = LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=None)
         export_encoder(from_hf_config(config, 0).backbone, load_tokenizer(str(source)), out)

@@ -4,8 +4,6 @@ It reads the rotary positions and the kinds of layers under other keys than tran
 its default without a message. docs/export.md has the table of what was loaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -101,9 +99,7 @@ def write_tokenizer(folder: Path) -> None:
     tokens = Tokens(models.BPE())
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=WORDS, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=WORDS, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokens.train_from_iterator([SENTENCE] * 9, trainer)
     names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=False))
     PreTrainedTokenizerFast(tokenizer_object=tokens, **names, extra_special_tokens=special[4:]).save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Weights are written in files of limited size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

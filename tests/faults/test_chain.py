@@ -1,7 +1,5 @@
 """A short, fixed chain of faults. `make soak` runs seeded ones (`soak.py`)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,9 +13,7 @@ from helpers.s3_proxy import Proxy
 from soak import run_chain, train_reference
 
 
-def test_a_run_that_meets_five_faults_is_the_same_run(
-    s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_meets_five_faults_is_the_same_run(s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data(tmp_path / "data")
     reference = train_reference(tmp_path, "ddp")
     port = urlsplit(os.environ["S3_ENDPOINT_URL"]).port

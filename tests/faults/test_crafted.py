@@ -1,7 +1,5 @@
 """Checkpoints, datasets and models from elsewhere, made to write outside their folder or to run code."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

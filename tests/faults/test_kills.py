@@ -5,8 +5,6 @@ Its last phase has other data.
 `make faults` kills 20 times (BIPHASIC_KILLS=20); the default suite kills three times.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -58,9 +56,7 @@ def test_a_killed_run_is_the_same_run(s3: Path, write_yaml: Write, tmp_path: Pat
     folder = runs / "killed"
     generator, points = random.Random(KILLS), kill_points(KILLS, seed=11)
     for kind, batch in points:
-        run = launch(
-            path, processes=2, code=f"from helpers import signal_points\nsignal_points.patch('{kind}:{batch}')"
-        )
+        run = launch(path, processes=2, code=f"from helpers import signal_points\nsignal_points.patch('{kind}:{batch}')")
         assert run.returncode == -9, f"{kind}:{batch}\n{run.stdout[-2000:]}\n{run.stderr[-3000:]}"
         if generator.random() < 0.5:
             # The next attempt runs on another machine.

@@ -4,8 +4,6 @@ In `make faults` the bucket is unavailable for two minutes and stalls for 30 s; 
 bucket answers after 1.5 s and has 5 MB/s, in the default suite 0.2 s and 50 MB/s.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -242,9 +240,7 @@ def test_a_preempted_run_says_what_a_slow_bucket_lacks(s3: Path, write_yaml: Wri
     saved = re.search(r"SIGTERM: saved at batch (\d+), ([\d.]+) s after the request", run.stdout)
     assert saved, run.stdout[-2000:]
     print(f"\npreempted, slow bucket: {saved[0]}")
-    pending = (
-        rf"SIGTERM: saved on this machine, but not yet in {place}: .*ba{saved[1]}-rank0.pt \(2\d\.\d MB\); waiting"
-    )
+    pending = rf"SIGTERM: saved on this machine, but not yet in {place}: .*ba{saved[1]}-rank0.pt \(2\d\.\d MB\); waiting"
     assert re.search(pending, run.stdout), run.stdout[-2000:]
     assert stored(place)[0] == int(saved[1])
     # Not in time: the machine is switched off while the run waits for the upload.

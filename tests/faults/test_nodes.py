@@ -1,7 +1,5 @@
 """Two nodes, of which one is killed: the other one ends, both are started again, and the run is the same run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

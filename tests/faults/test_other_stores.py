@@ -1,7 +1,5 @@
 """Signals in the saves of a run to stores of other kinds than the S3 server of the other tests."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """No credential is written or printed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -51,9 +49,7 @@ def test_credentials_are_in_no_file_and_no_output(s3: Path, write_yaml: Write, t
     planted = [value.encode() for value in (*CANARIES.values(), "canary-wrong-secret", SECRET)]
     objects = {item["Key"]: client().get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
                for item in client().list_objects_v2(Bucket=bucket)["Contents"]}  # fmt: skip
-    files = {
-        str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and "data" not in file.parts
-    }
+    files = {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and "data" not in file.parts}
     assert len(files) > 8 and len(objects) > 8
     for where, content in {
         **files,

@@ -1,7 +1,5 @@
 """The toy sets and an untrained encoder, written once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The code in a fine-tuned model's card, run as it is, predicts what the trainer predicts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

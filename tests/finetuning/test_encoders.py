@@ -1,7 +1,5 @@
 """Other model families, in small folders of the hub's format, through all four families of tasks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -147,9 +145,7 @@ def test_families_are_packed_and_equal_their_own_padded_batches(
         max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3,
         local_attention=16,
     )  # fmt: skip
-    own = AutoModel.from_config(
-        config, **({"add_pooling_layer": False} if config_class is XLMRobertaConfig else {})
-    ).eval()
+    own = AutoModel.from_config(config, **({"add_pooling_layer": False} if config_class is XLMRobertaConfig else {})).eval()
     own.save_pretrained(tmp_path / "model")
     bert_tokenizer(tmp_path / "model")
     encoder = load_encoder(str(tmp_path / "model"))

@@ -1,7 +1,5 @@
 """Entity scores against conlleval's counting, and examples."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -32,9 +30,7 @@ def test_scores_equal_conlleval(shares: list[float]) -> None:
         # Neither is well-formed BIO: predictions seldom are.
         gold.append(generator.choice(names, size=int(generator.integers(1, 15)), p=shares).tolist())
         noise = generator.random(len(gold[-1])) < 0.2
-        predicted.append(
-            [str(generator.choice(names)) if new else old for old, new in zip(gold[-1], noise, strict=True)]
-        )
+        predicted.append([str(generator.choice(names)) if new else old for old, new in zip(gold[-1], noise, strict=True)])
     gold_spans, predicted_spans = ([entities(sentence) for sentence in sentences] for sentences in (gold, predicted))
     right = sum(len(a & b) for a, b in zip(gold_spans, predicted_spans, strict=True))
     in_gold, in_predicted = sum(map(len, gold_spans)), sum(map(len, predicted_spans))

@@ -1,7 +1,5 @@
 """`biphasic compare` of fine-tunings: the predictions of each family give its recorded scores by each metric."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

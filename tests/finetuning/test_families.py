@@ -1,7 +1,5 @@
 """The families on small sets with the hub's columns: they learn, are reproducible and share tokenized data."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
@@ -114,9 +112,7 @@ def test_data_is_tokenized_once_for_all_trials(toy: Path, tmp_path: Path, monkey
         raise AssertionError("tokenized again")
 
     monkeypatch.setattr("biphasic.data.tokenizer.Tokenizer.encode_with_offsets", refuse)
-    run_trial(
-        config_of("squad", toy / "tasks", toy / "start", tmp_path, max_duration="2ba", seed=3, optimizer__lr=1e-3)
-    )
+    run_trial(config_of("squad", toy / "tasks", toy / "start", tmp_path, max_duration="2ba", seed=3, optimizer__lr=1e-3))
     assert sorted((tmp_path / "cache" / "arrays").glob("*/key.json")) == made
 
 
@@ -143,9 +139,7 @@ def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest
     with pytest.raises(UserError, match=rf"holds another fine-tuning \(seed: {config.seed}, now 5\): choose another"):
         run(config_of("squad", toy / "tasks", toy / "start", tmp_path, **options))
     options |= {"max_duration": "20ba", "warmup": "1ba", "optimizer__lr": 3e-4}
-    with pytest.raises(
-        UserError, match=r"holds another fine-tuning \((.*: .*, now .*; ){3}and others\): choose another"
-    ):
+    with pytest.raises(UserError, match=r"holds another fine-tuning \((.*: .*, now .*; ){3}and others\): choose another"):
         run(config_of("squad", toy / "tasks", toy / "start", tmp_path, **options))
 
 

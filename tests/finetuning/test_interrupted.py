@@ -1,7 +1,5 @@
 """Signals to a fine-tuning, and a second start of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

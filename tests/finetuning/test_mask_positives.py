@@ -1,7 +1,5 @@
 """Other relevant documents of a query are no negatives for it, where `task.mask_positives` says so."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several labels of a text: training, scores, prediction, transformers' pipeline, ONNX and compare."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -65,9 +63,7 @@ def test_scores_are_those_of_scikit_learn(tuned: tuple[FinetuneConfig, Path]) ->
     results = {result["metric"]: result for result in record["results"]}
     predictions = rows_of(folder / "predictions", "test")
     binarizer: Any = MultiLabelBinarizer(classes=NAMES)
-    gold, predicted = (
-        binarizer.fit_transform([row[column] for row in predictions]) for column in ("gold", "predicted")
-    )
+    gold, predicted = (binarizer.fit_transform([row[column] for row in predictions]) for column in ("gold", "predicted"))
     probabilities = np.array([row["score"] for row in predictions])
     expected = {
         "micro_f1": f1_score(gold, predicted, average="micro"),
@@ -90,8 +86,7 @@ def test_the_pipeline_and_predict_give_the_trainer_s_scores(tuned: tuple[Finetun
     assert json.loads((folder / "model" / "config.json").read_text())["problem_type"] == "multi_label_classification"
     classify: Any = pipeline("text-classification", model=str(folder / "model"), trust_remote_code=True)
     scores = [
-        {score["label"]: score["score"] for score in classify(row["text"], truncation=True, top_k=None)}
-        for row in texts
+        {score["label"]: score["score"] for score in classify(row["text"], truncation=True, top_k=None)} for row in texts
     ]
     file = jsonl(folder.parent / "new.jsonl", [{"id": 7 + at, "text": row["text"]} for at, row in enumerate(texts)])
     out = folder.parent / "new-predictions.jsonl"

@@ -1,7 +1,5 @@
 """The paper's heads, losses and scores against worked examples and independent code."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -149,9 +147,7 @@ def test_only_training_texts_of_retrieval_end_with_eos(toy: Path, tmp_path: Path
     config = config_of("msmarco", toy / "tasks", toy / "start", tmp_path, task__end_of_text=True,
                        task__metrics=["ndcg_of_ten", "ndcg_at_10"], max_duration="1ep")  # fmt: skip
     task = Retrieval(config.task, encoder.text_tokenizer, config.cache)
-    assert (
-        task.scored_tokenizer == encoder.text_tokenizer and task.text_tokenizer.suffix[-1] == encoder.tokenizer.eos_id
-    )
+    assert task.scored_tokenizer == encoder.text_tokenizer and task.text_tokenizer.suffix[-1] == encoder.tokenizer.eos_id
     results = run_trial(config).results
     assert [(result.name, result.metric) for result in results] == [
         ("msmarco", "ndcg_of_ten"), ("msmarco ndcg_at_10", "ndcg_at_10"),

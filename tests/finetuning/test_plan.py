@@ -1,7 +1,5 @@
 """The plan of a fine-tuning: what it finds, and what is missing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -40,9 +38,7 @@ def test_everything_is_there(toy: Path, tmp_path: Path) -> None:
 def test_a_warmup_that_never_ends(toy: Path) -> None:
     keys = [f"model.path={toy / 'start'}", f"task.data={toy / 'tasks' / 'sst2'}", "max_duration=1000ba"]
     [problem] = plan_finetuning(config_of(*keys, "warmup=25ba"), 1).problems
-    assert problem.startswith(
-        "warmup: 25ba is not shorter than the training of 25 batches (one epoch, which max_duration"
-    )
+    assert problem.startswith("warmup: 25ba is not shorter than the training of 25 batches (one epoch, which max_duration")
     assert not plan_finetuning(config_of(*keys, "warmup=24ba"), 1).problems
 
 

@@ -1,7 +1,5 @@
 """What a fine-tuned model predicted is kept, and predicts again: recomputed scores equal the record's."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
@@ -171,9 +169,7 @@ def test_rankings_are_those_of_sentence_transformers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes = {"task__query_prompt": "w0 ", "task__document_prompt": "w1 "}
-    config = config_of(
-        "msmarco", toy / "tasks", toy / "start", tmp_path, max_duration="60ba", save_model=True, **changes
-    )
+    config = config_of("msmarco", toy / "tasks", toy / "start", tmp_path, max_duration="60ba", save_model=True, **changes)
     folder = run(config)
     record = json.loads((folder / "record.json").read_text())
     names = [
@@ -198,9 +194,7 @@ def test_rankings_are_those_of_sentence_transformers(
         embedded = []
         for table in ("queries", "corpus"):
             columns = pq.read_table(Path(place) / f"{table}.parquet").to_pydict()
-            embeddings = encoder.encode(
-                titled_texts(columns), prompt_name={"queries": "query", "corpus": "document"}[table]
-            )
+            embeddings = encoder.encode(titled_texts(columns), prompt_name={"queries": "query", "corpus": "document"}[table])
             embedded.append((columns["_id"], torch.from_numpy(embeddings)))
         (query_ids, queries), (document_ids, documents) = embedded
         chosen = [query_ids.index(query) for query in qrels]

@@ -1,7 +1,5 @@
 """A fine-tuning writes only what `logging` names, and its log has no table of heads that are not loaded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -42,9 +40,7 @@ def test_bars_in_the_log(shown: bool, toy: Path, tmp_path: Path) -> None:
     assert ("it/s]" in log) == shown, log
 
 
-def test_spikes_are_recorded_in_the_run_that_has_them(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spikes_are_recorded_in_the_run_that_has_them(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of a sweep has no loggers; a fine-tuning that is started again begins its files anew."""
     monkeypatch.setattr(anomalies, "_THRESHOLD", 0.0)
     monkeypatch.setattr(anomalies, "_MIN_LOSSES", 1)

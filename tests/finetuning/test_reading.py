@@ -1,7 +1,5 @@
 """From texts to tokens and targets: byte-level tokens, unusual words, long contexts."""
 
-from __future__ import annotations
-
 import string
 from dataclasses import replace
 from pathlib import Path
@@ -201,9 +199,7 @@ def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer,
     assert len(examples["texts"]) == 1
     assert examples["about"][0][1] == 15
     empty = [{"question": "", "context": "", "answers": {"text": [], "answer_start": []}}]
-    config = config.model_copy(
-        update={"data": write(tmp_path / "e", "question_answering", empty), "text": "{question}"}
-    )
+    config = config.model_copy(update={"data": write(tmp_path / "e", "question_answering", empty), "text": "{question}"})
     task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
     examples, columns = task.examples("train"), task.data.read("train", "question_answering")
     assert examples["texts"][0].tolist() == [text_tokenizer.tokenizer.eos_id]
@@ -224,9 +220,7 @@ def test_every_token_has_its_words_label(text_tokenizer: TextTokenizer, tmp_path
         text, labels = " ".join(words), examples["labels"][row].tolist()
         [(ids, offsets)] = text_tokenizer.tokenize_with_offsets([text])
         before = [text[:start].count(" ") + text[start:].startswith(" ") for start, _ in offsets]
-        expected = [
-            number if text[start:].strip() else IGNORE for number, (start, _) in zip(before, offsets, strict=True)
-        ]
+        expected = [number if text[start:].strip() else IGNORE for number, (start, _) in zip(before, offsets, strict=True)]
         assert labels == [*expected, IGNORE]
         assert examples["texts"][row].tolist() == [*ids, text_tokenizer.tokenizer.eos_id]
         later += len(expected) - len(set(expected))
@@ -319,9 +313,7 @@ def test_arrays_are_made_once(tmp_path: Path) -> None:
 
 def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = [{"text": text, "text_pair": None, "label": 0} for text in ("it of", "IT", "")]
-    config = ClassificationConfig(
-        kind="classification", name="c", data=write(tmp_path / "c", "classification", rows, ["a"])
-    )
+    config = ClassificationConfig(kind="classification", name="c", data=write(tmp_path / "c", "classification", rows, ["a"]))
     vocabulary = {"<eos>": 0, "it": 7, "of": 8}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

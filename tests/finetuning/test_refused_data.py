@@ -1,7 +1,5 @@
 """What a run refuses about its data, its plan refuses in the same words, if it doesn't need the texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

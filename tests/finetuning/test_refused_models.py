@@ -1,7 +1,5 @@
 """Models that can't be used are refused, with the reason."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Retrieval fine-tuning: the loss, alone and on two ranks, hard negatives, and mteb's scores of the trained model."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -66,9 +64,7 @@ def test_choice_of_hard_negatives(toy: Path, tmp_path: Path) -> None:
     texts = [f"w{at % 60} w{at // 60}" for at in range(rows)]
     table = pa.table({"query": texts, "positive": texts, "negatives": negatives})
     pq.write_table(table, folder / "train.parquet")
-    config = config_of(
-        "msmarco", toy / "tasks", toy / "start", tmp_path, task__data=str(folder), task__hard_negatives=2
-    )
+    config = config_of("msmarco", toy / "tasks", toy / "start", tmp_path, task__data=str(folder), task__hard_negatives=2)
     text_tokenizer = load_encoder(str(toy / "start")).text_tokenizer
     task = Retrieval(config.task, text_tokenizer, config.cache)
     examples = task.training_examples()
@@ -83,9 +79,7 @@ def test_choice_of_hard_negatives(toy: Path, tmp_path: Path) -> None:
     assert len(set(documents[3:5])) == 2  # row 5 has three of them, so none is repeated
     # The tokens are those of the documents.
     tokens = batch["tokens"].split(batch["lengths"])
-    assert [part.tolist() for part in tokens[3:]] == [
-        ids for ids, _ in text_tokenizer.tokenize_and_count(documents, 64)
-    ]
+    assert [part.tolist() for part in tokens[3:]] == [ids for ids, _ in text_tokenizer.tokenize_and_count(documents, 64)]
     # The choice depends on the row, the epoch and the seed, not on the batch.
     alone = task.collate(examples, [5], epoch=0, seed=1)
     assert torch.equal(alone["ids"][1:], batch["ids"][3:5])

@@ -1,7 +1,5 @@
 """Losses of retrieval: equal to sentence-transformers', in parts equal to the whole batch, and truncated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

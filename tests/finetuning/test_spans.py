@@ -1,7 +1,5 @@
 """The best span against a search through all spans."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Texts beyond the maximum length: what is cut, what is counted, and windows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +35,9 @@ def words(first: int, count: int) -> str:
 def test_a_pair_is_cut_as_by_transformers(toy: Path, tokenizer: TextTokenizer, first: int, second: int) -> None:
     library = AutoTokenizer.from_pretrained(toy / "tokenizer")
     row = {"text": words(0, first), "text_pair": words(7, second)}
-    expected = library(
-        row["text"], row["text_pair"], truncation="longest_first", max_length=21, add_special_tokens=False
-    )["input_ids"]
+    expected = library(row["text"], row["text_pair"], truncation="longest_first", max_length=21, add_special_tokens=False)[
+        "input_ids"
+    ]
     texts, lost = format_and_cut(tokenizer, "{text} {text_pair}", [row], 21, "")
     assert texts[0].tolist() == expected
     assert lost[0].tolist() == [max(first + second - 21, 0), 0]
@@ -133,9 +131,7 @@ def test_lowercased_texts_are_cut_by_their_own_characters(tokenizer: TextTokeniz
 
 
 def test_single_texts_for_a_template_of_pairs_are_refused(tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    data = prepared(
-        tmp_path, "classification", [{"text": "w1", "label": at % 2} for at in range(4)], text_column="text"
-    )
+    data = prepared(tmp_path, "classification", [{"text": "w1", "label": at % 2} for at in range(4)], text_column="text")
     config = ClassificationConfig(kind="classification", name="it", data=data, text="{text}{text_pair}")
     with pytest.raises(UserError, match="single texts"):
         Classification(config, tokenizer, str(tmp_path / "cache")).examples("test")

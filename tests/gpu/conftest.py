@@ -1,7 +1,5 @@
 """Tests whose packages aren't installed are not collected. The others need PyTorch and transformers alone."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 _RUN = ("composer", "streaming", "omegaconf", "pydantic")

@@ -1,7 +1,5 @@
 """On a GPU, with PyTorch and transformers alone: every attention backend and the losses against the reference."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +25,7 @@ class Config:
         self.sliding_window = window
 
 
-def attend(
-    backend: str, lengths: tuple[int, ...], causal: bool, dtype: torch.dtype, window: int = 0
-) -> list[torch.Tensor]:
+def attend(backend: str, lengths: tuple[int, ...], causal: bool, dtype: torch.dtype, window: int = 0) -> list[torch.Tensor]:
     """Output and gradients of grouped queries, 96 wide."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = [torch.randn((1, heads, 1024, 96), generator=generator, device=DEVICE) for heads in (6, 2, 2)]
@@ -138,9 +134,7 @@ def test_a_forward_pass_has_no_synchronization() -> None:
 
     def forward() -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            packed_forward(
-                model, tokens, Segments.of((5, 9, 1, 6), DEVICE, max_seqlen=21), causal=True
-            ).sum().backward()
+            packed_forward(model, tokens, Segments.of((5, 9, 1, 6), DEVICE, max_seqlen=21), causal=True).sum().backward()
 
     forward()
     torch.cuda.set_sync_debug_mode("error")

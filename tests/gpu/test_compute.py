@@ -1,7 +1,5 @@
 """On a GPU: a compiled run, and the automatic microbatch."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """On a GPU: embeddings and scores equal the CPU's, in bf16 approximately."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

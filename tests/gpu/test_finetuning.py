@@ -1,7 +1,5 @@
 """On a GPU: each family trains, in bf16 too, with the CPU's losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What only GPUs can show: HSDP, bf16, states staged in pinned memory."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

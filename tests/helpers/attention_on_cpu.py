@@ -4,8 +4,6 @@
 uncompiled form, which these tests run, has them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small backbones of every family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Datasets in the buckets of the S3 server that the fixture `s3` runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

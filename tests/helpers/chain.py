@@ -5,8 +5,6 @@ reset, and one over longer rows in smaller batches, with other rotary positions.
 four batches, two are kept.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -119,9 +117,7 @@ class Chain:
     def entries(self) -> list[dict[str, Any]]:
         """The metrics of all batches of all attempts."""
         file = self.folder / "metrics.jsonl"
-        lines = (
-            [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
-        )
+        lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
         return [line for line in lines if "loss/train/total" in line]
 
     def start(self, *overrides: str, ranks: int = 2, code: str = "") -> warm.Job:

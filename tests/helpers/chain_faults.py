@@ -1,7 +1,5 @@
 """Faults of one start of a run, for chains of them: each function starts the run, and returns what happened to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -101,9 +99,7 @@ def kill_node(chain: Chain) -> str:
             copies.append(f"data.mix.{name}.local={copy}")
         place = {"RANK": str(node), "NODE_RANK": str(node), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
         jobs.append(
-            warm.start(
-                [str(chain.path), *copies], 1, environment, code=OWN_TEMPORARY, setup=OWN_SHARED_MEMORY, place=place
-            )
+            warm.start([str(chain.path), *copies], 1, environment, code=OWN_TEMPORARY, setup=OWN_SHARED_MEMORY, place=place)
         )
     chain.groups += [job.pid for job in jobs]
     wait_for(chain, batch, jobs[0])

@@ -1,7 +1,5 @@
 """Tokenizers that put [CLS] and [SEP] around a text, as BERT's does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, processors

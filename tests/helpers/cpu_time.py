@@ -1,7 +1,5 @@
 """How long commands run, by the CPU's clock: what they take does not depend on what runs beside them."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 from typing import Any

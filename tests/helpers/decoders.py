@@ -1,7 +1,5 @@
 """Small decoders of families that are not Llama-shaped, and texts for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

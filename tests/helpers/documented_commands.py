@@ -8,8 +8,6 @@ What counts as a command: code blocks (indented, or fenced as `bash` or `sh`), a
 and has arguments. A YAML's comments are read as Markdown too.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small sets with exactly the columns that the hub's have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -75,9 +73,7 @@ def make_answers(folder: Path, empty: bool = False, name: str = "default") -> Pa
             if empty and at % 3 == 0:
                 answers = {"text": [], "answer_start": []}
             context = f"The number is {at}."
-            rows.append(
-                {"id": f"{split}{at}", "title": "n", "question": "Which?", "context": context, "answers": answers}
-            )
+            rows.append({"id": f"{split}{at}", "title": "n", "question": "Which?", "context": context, "answers": answers})
         write_split(folder / name, split, rows, features)
     return card(folder, {name: ["train", "validation"]})
 

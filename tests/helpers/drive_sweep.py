@@ -1,7 +1,5 @@
 """A sweep of small trials as its own process: python -m helpers.drive_sweep FILE.yaml [key=value ...]"""
 
-from __future__ import annotations
-
 import sys
 
 from biphasic.checkpointing import run_lock

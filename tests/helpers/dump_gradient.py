@@ -3,8 +3,6 @@
 dump_gradient.py OUT run1.yaml run2.yaml ...
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

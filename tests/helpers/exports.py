@@ -1,7 +1,5 @@
 """Exports of networks in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 composer -n 3 failing_ranks.py CASE REASON      rank 0 writes why the job ended to the file REASON
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Small models of other families, in folders of the hub's format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

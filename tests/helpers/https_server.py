@@ -1,7 +1,5 @@
 """A server over HTTPS, with a certificate of its own, and a proxy that leads to it."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import socketserver
@@ -115,7 +113,5 @@ def _certificate(names: Sequence[str]) -> bytes:
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return private + certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,7 +1,5 @@
 """A server that answers as the hub does for datasets and for the files of models, for the hub's own client."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

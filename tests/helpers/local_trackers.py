@@ -1,7 +1,5 @@
 """W&B and MLflow without a server, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An objective of one's own, in its own file: mask spans of tokens (CONTRIBUTING.md shows it)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

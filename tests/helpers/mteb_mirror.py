@@ -1,7 +1,5 @@
 """Small copies of mteb's data sets in the hub's layout, and an encoder to score."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Datasets whose rows hold their number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

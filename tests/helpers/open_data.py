@@ -3,8 +3,6 @@
 python open_data.py FOLDER
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

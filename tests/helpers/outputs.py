@@ -1,7 +1,5 @@
 """What lies in a conversion's output, for comparing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models in the format of the paper's own checkpoints (`sl_model`), with random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """TCP ports for servers and process groups that tests start."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from urllib.error import HTTPError

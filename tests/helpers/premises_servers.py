@@ -4,8 +4,6 @@ Used once `make stores` has installed s3rver, from npm. The others are Debian's 
 swift-proxy, swift-account, swift-container, swift-object and memcached.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os
@@ -117,9 +115,7 @@ rgw frontends = beast endpoint=127.0.0.1:{port}
     )
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            command, env=os.environ | environment, check=True, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, text=True, timeout=60)
         return done.stdout
 
     run("ceph-authtool", "--create-keyring", str(keyring), "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")

@@ -1,7 +1,5 @@
 """A server that accepts models as the hub does, for the hub's own client."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -67,9 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, [{**entry, "size": len(content), "path": name} for name, content in files.items()])
             return
         siblings = [{"rfilename": name} for name in files]
-        self._send(
-            200, {"id": "/".join(words[2:4]), "sha": "0" * 40, "siblings": siblings, "tags": [], "private": False}
-        )
+        self._send(200, {"id": "/".join(words[2:4]), "sha": "0" * 40, "siblings": siblings, "tags": [], "private": False})
 
     def do_POST(self) -> None:
         words, content = self._words("POST"), self._content()
@@ -164,9 +160,7 @@ def serve_models(home: Path) -> Iterator[tuple[Hub, dict[str, str]]]:
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Running", (_Handler,), {"hub": hub}))
     Thread(target=server.serve_forever, daemon=True).start()
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
     address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home)}
     try:
         yield hub, {**kept, **address, "HF_HUB_DISABLE_XET": "1"}

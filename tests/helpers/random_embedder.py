@@ -1,7 +1,5 @@
 """An embedder without a model, for tests of what is done with embeddings."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any

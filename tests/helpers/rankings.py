@@ -1,7 +1,5 @@
 """Read rankings and judge them with trec_eval."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A bad network and a busy store: a proxy that answers some requests to an S3 server with faults."""
 
-from __future__ import annotations
-
 import http.client
 import random
 import socket

@@ -1,7 +1,5 @@
 """A real S3 server for tests."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

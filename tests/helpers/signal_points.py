@@ -4,8 +4,6 @@
 from batch 12 on. If that point doesn't come, the run ends by itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -2,8 +2,6 @@
 YAMLs, a little text, and sets that the hub would provide. Nothing of it needs a network or a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

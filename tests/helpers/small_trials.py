@@ -5,8 +5,6 @@ that fail or hang train instead once the file `mended` exists. A trial adds a li
 training ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -38,9 +36,7 @@ def texts(entries: list[Document | Skipped]) -> list[str]:
 
 
 def skipped(entries: list[Document | Skipped]) -> list[tuple[str, str]]:
-    return [
-        (f"{Path(entry.where).name}: {entry.reason}", entry.kind) for entry in entries if isinstance(entry, Skipped)
-    ]
+    return [(f"{Path(entry.where).name}: {entry.reason}", entry.kind) for entry in entries if isinstance(entry, Skipped)]
 
 
 def documents(records: Records) -> list[Document]:

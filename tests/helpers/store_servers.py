@@ -3,8 +3,6 @@
 Each answers on this machine. What is missing skips the tests that need it, with the command that installs it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -44,9 +42,7 @@ def moto(folder: Path) -> Iterator[Environment]:
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed: make env")
     port = free_port()
-    with _running(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], f"http://127.0.0.1:{port}/"
-    ):
+    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], f"http://127.0.0.1:{port}/"):
         yield s3_environment(port)
 
 
@@ -107,9 +103,7 @@ def _service_account(token_uri: str) -> dict[str, str]:
     from cryptography.hazmat.primitives.asymmetric import rsa
 
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    text = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return {
         "type": "service_account",
         "project_id": "biphasic",

@@ -1,7 +1,5 @@
 """Checkpoints in the form that runs write, of untrained networks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,9 +70,7 @@ def checkpoint_of(
     data: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write a complete checkpoint to `folder`, with optimizer state that is NaN; returns its path."""
-    model_state = {
-        f"model.{name}": weight for name, weight in (model.state_dict() if weights is None else weights).items()
-    }
+    model_state = {f"model.{name}": weight for name, weight in (model.state_dict() if weights is None else weights).items()}
     optimizer_state = {name: torch.full((16,), float("nan")) for name in model_state}
     state = {
         "state": {

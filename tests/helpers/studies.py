@@ -1,7 +1,5 @@
 """The folder of a small study, as pretraining, sweeps and evaluations leave it, from a list of models."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

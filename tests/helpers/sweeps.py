@@ -1,7 +1,5 @@
 """Grids and records as a sweep leaves them, from a table of scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from biphasic.finetuning.records import DownstreamResult

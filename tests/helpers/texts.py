@@ -1,7 +1,5 @@
 """Small texts, and tokenizers for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small dataset with a pattern in it, and tiny runs over it."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

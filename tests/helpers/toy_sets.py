@@ -1,7 +1,5 @@
 """Small downstream sets of each family that a tiny encoder can learn, prepared from the hub's columns as real ones are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers 4.57.6 in processes of its own, beside the environment's, and what it makes of exported folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

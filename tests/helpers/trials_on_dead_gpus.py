@@ -1,7 +1,5 @@
 """Trials of `small_trials` in workers of which some have a GPU that can't be used: one for each file in DEAD_GPUS."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from functools import cache

@@ -4,8 +4,6 @@ python two_ranks.py OUT YAML ...: the first rank writes what `measure` returns f
 ranks as DDP does.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -113,9 +113,7 @@ def start(arguments: list[str], ranks: int, environment: dict[str, str], **optio
     return _server.start(arguments, ranks, environment, **options)
 
 
-def run(
-    arguments: list[str], ranks: int, environment: dict[str, str], **options: Any
-) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], ranks: int, environment: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a job until its ranks have ended; if one fails, the others are ended as Composer's launcher does."""
     return start(arguments, ranks, environment, **options).wait(600)
 

@@ -1,7 +1,5 @@
 """An object for worker processes, and what every group of workers does with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

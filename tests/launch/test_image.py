@@ -1,7 +1,5 @@
 """The GPU image's essentials, without Docker: its environment for an unknown user, and its choice of packages."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -64,9 +62,7 @@ def test_a_run_of_a_user_that_the_image_does_not_know(write_yaml: Write, tmp_pat
     image = {name: value.replace("/home/biphasic", str(home)) for name, value in image_environment().items()}
     environment = {**image, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                    "PYTHONPATH": "src"}  # fmt: skip
-    path = write_yaml(
-        max_duration="2ba", objective__phases=[{"name": "clm"}], schedule={"warmup": "0ba", "decay": "0ba"}
-    )
+    path = write_yaml(max_duration="2ba", objective__phases=[{"name": "clm"}], schedule={"warmup": "0ba", "decay": "0ba"})
     command = in_read_only_root(sys.executable, "-c", CODE, str(path))
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
@@ -137,9 +133,7 @@ def wheel(folder: Path, name: str, version: str, *requirements: str) -> None:
     metadata = "".join(f"Requires-Dist: {requirement}\n" for requirement in requirements)
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as file:
         file.writestr(f"{record}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
-        file.writestr(
-            f"{record}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        file.writestr(f"{record}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{record}/RECORD", "".join(f"{record}/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD")))
 
 
@@ -177,9 +171,7 @@ def test_the_image_s_torch_has_its_libraries(backend: str, tmp_path: Path) -> No
     build = build.replace("/tmp/", f"{tmp_path}/").replace("/opt/venv", str(venv))
     run = subprocess.run(["sh", "-e", "-c", build], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    found = {
-        path.name.removesuffix(".dist-info").replace("_", "-") for path in venv.glob("lib/*/site-packages/*.dist-info")
-    }
+    found = {path.name.removesuffix(".dist-info").replace("_", "-") for path in venv.glob("lib/*/site-packages/*.dist-info")}
     same = {"mosaicml-0.32.1", "numpy-2.4", "torchmetrics-1.9.0"}
     cuda12 = {"torch-2.14.0+cu126", "nvidia-cudnn-cu12-9.10", "triton-3.8.0"}
     cuda13 = {"torch-2.15.0", "nvidia-cudnn-cu13-9.26", "triton-3.9.0", "kernels-4.0"}

@@ -1,7 +1,5 @@
 """node.sh and ssh.sh with a replacement for Composer's launcher: no network, no torch."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -247,9 +245,7 @@ def test_the_preflight_runs_first_and_its_failure_ends_the_job(node: Node) -> No
         ("137", {"BIPHASIC_RESTARTS": "0"}, 137, 1),
     ],
 )
-def test_restarts_by_exit_status(
-    node: Node, statuses: str, variables: dict[str, str], status: int, launches: int
-) -> None:
+def test_restarts_by_exit_status(node: Node, statuses: str, variables: dict[str, str], status: int, launches: int) -> None:
     node.program("scontrol", "echo gpu07")
     assert node.run(STATUSES=statuses, **variables) == status
     assert len(node.launches()) == launches

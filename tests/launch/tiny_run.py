@@ -6,8 +6,6 @@ PYTHONPATH=tests python tests/launch/tiny_run.py study FOLDER BATCHES     # prin
 PYTHONPATH=tests python tests/launch/tiny_run.py check-study FOLDER BATCHES     # status 1, and why
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -72,9 +70,7 @@ def study_problems(folder: Path, batches: int) -> list[str]:
     study = folder / "study"
     attempts = attempts_of(study / "trunk")
     if len(attempts) != 3:
-        problems.append(
-            f"the trunk had {len(attempts)} attempts: expected one each until preempted, killed and finished"
-        )
+        problems.append(f"the trunk had {len(attempts)} attempts: expected one each until preempted, killed and finished")
     elif not 0 < attempts[0]["batch"] <= attempts[2]["from"]["batch"] < batches:
         problems.append(
             f"the trunk's last attempt began at {attempts[2]['from']}, the first ended at {attempts[0]['batch']}"
@@ -106,9 +102,7 @@ def problems(folder: Path, batches: int) -> list[str]:
     if len(attempts) != 2:
         found.append(f"{len(attempts)} attempts, not 2")
     elif attempts[1]["from"] is None or attempts[1]["from"]["batch"] != attempts[0]["batch"]:
-        found.append(
-            f"the first attempt ended at batch {attempts[0]['batch']}, the second began at {attempts[1]['from']}"
-        )
+        found.append(f"the first attempt ended at batch {attempts[0]['batch']}, the second began at {attempts[1]['from']}")
     return found
 
 

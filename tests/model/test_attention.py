@@ -1,7 +1,5 @@
 """Causal and bidirectional attention of every supported family, token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig

@@ -1,7 +1,5 @@
 """What outputs depend on, as `check_attention` shows it: of families that are right, and of models that are made wrong."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

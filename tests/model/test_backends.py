@@ -1,7 +1,5 @@
 """Every attention backend equals a mask over all tokens, forward and backward, causal and bidirectional."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +29,7 @@ class Backbone:
         return []
 
 
-def attend(
-    backend: str, lengths: tuple[int, ...], causal: bool, kv_heads: int = 2, **keys: Any
-) -> tuple[torch.Tensor, ...]:
+def attend(backend: str, lengths: tuple[int, ...], causal: bool, kv_heads: int = 2, **keys: Any) -> tuple[torch.Tensor, ...]:
     """Output, and gradients of queries, keys and values, in float64, so that rounding doesn't matter."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)

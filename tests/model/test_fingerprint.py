@@ -1,7 +1,5 @@
 """The fingerprint of a model on the hub is its commit, for any revision that names it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

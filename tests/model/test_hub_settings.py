@@ -1,7 +1,5 @@
 """sentence-transformers' settings of a model on the hub, through the hub's own client."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,9 +22,7 @@ for name in sys.argv[1:]:
 
 
 def read(names: list[str], environment: dict[str, str]) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", READ, *names], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", READ, *names], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 

@@ -1,7 +1,5 @@
 """Training can start from any supported decoder: same loss as its own code, room for a mask token, errors of one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -46,9 +44,7 @@ def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
     assert model.architecture().parameters <= sum(p.numel() for p in model.parameters()) + 2 * 2 * 32
 
 
-def test_logits_that_a_family_computes_in_its_own_way_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_a_family_computes_in_its_own_way_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Cohere's and Granite's were, which trained without their scale, before it was known."""
     saved_decoder("qwen3", tmp_path)
     assert load_language_model(str(tmp_path)).logit_scale == 1
@@ -82,9 +78,7 @@ def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
 
 def test_a_decoder_without_a_mask_token_becomes_an_encoder(write_yaml: Write, tmp_path: Path) -> None:
     saved_decoder("qwen3", tmp_path / "qwen3")
-    path = write_yaml(
-        model={"init_from": str(tmp_path / "qwen3")}, objective__phases=[{"name": "mlm"}], optimizer__lr=1e-2
-    )
+    path = write_yaml(model={"init_from": str(tmp_path / "qwen3")}, objective__phases=[{"name": "mlm"}], optimizer__lr=1e-2)
     local = tmp_path / "data" / "tokenizer"
     old = PreTrainedTokenizerFast.from_pretrained(local)
     vocabulary = old.backend_tokenizer
@@ -289,9 +283,7 @@ def test_eurobert_s_own_checkpoints_load_without_their_code(trust_remote_code: b
     model = load_language_model(str(tmp_path), trust_remote_code)
     assert model.config.rope_parameters == {"rope_theta": 250_000, "rope_type": "default"}
     own = original.float().state_dict()
-    assert all(
-        torch.equal(weight, own[name.replace("backbone", "model")]) for name, weight in model.state_dict().items()
-    )
+    assert all(torch.equal(weight, own[name.replace("backbone", "model")]) for name, weight in model.state_dict().items())
     write_tokenizer(tmp_path)
     encoder = load_encoder(str(tmp_path), trust_remote_code)
     assert encoder.is_packed and not encoder.is_own_family

@@ -1,7 +1,5 @@
 """Kernels of PyTorch's attention: which are chosen, that they are tried first, and for how many shapes they are prepared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +26,7 @@ class Config:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
     """A GPU machine whose kernels are only named. `machine(...)` describes it and returns the list of activations."""
 
-    def build(
-        major: int = 9, modules: tuple[str, ...] = (), cudnn: int = 92600, broken: tuple[str, ...] = ()
-    ) -> list[str]:
+    def build(major: int = 9, modules: tuple[str, ...] = (), cudnn: int = 92600, broken: tuple[str, ...] = ()) -> list[str]:
         active: list[str] = []
 
         def try_attention(*_: Any) -> str:
@@ -43,9 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(kernels, "_has_module", lambda name: name in modules)
-        monkeypatch.setattr(
-            "torch.nn.attention.activate_flash_attention_impl", lambda name: active.append(name.lower())
-        )
+        monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", lambda name: active.append(name.lower()))
         monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda _raise_warn: active.append("fa2"))
         monkeypatch.setattr(kernels, "try_attention", try_attention)
         return active
@@ -92,9 +86,7 @@ def test_kernels_that_fail_their_trial_are_named_and_skipped(machine: Callable[.
 def test_requested_kernels_are_used_or_refused(machine: Callable[..., list[str]]) -> None:
     machine(modules=("flash_attn.cute",), broken=("fa4",))
     assert select_kernels(Config, "fa2") == "FlashAttention 2"  # an installed FlashAttention 4 is not used
-    with pytest.raises(
-        UserError, match=r"compute\.varlen_kernels: FlashAttention 4 can't be used: RuntimeError: ptxas"
-    ):
+    with pytest.raises(UserError, match=r"compute\.varlen_kernels: FlashAttention 4 can't be used: RuntimeError: ptxas"):
         select_kernels(Config, "fa4")
     with pytest.raises(UserError, match=r"FlashAttention 3 can't be used: the module flash_attn_interface isn't"):
         select_kernels(Config, "fa3")

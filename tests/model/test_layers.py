@@ -1,7 +1,5 @@
 """Compiled and recomputed layers give the same results, with one compilation for each phase and none for a batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters

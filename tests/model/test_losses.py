@@ -1,7 +1,5 @@
 """The chunked loss equals that with all logits, in bounded memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """ModernBERT and its decoder (Ettin's), in both directions, against transformers' own classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model's embedding and head are rebuilt for another tokenizer: which old vectors each new row is the mean of."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -82,9 +80,7 @@ def test_tokens_of_other_kinds_are_compared_by_their_text(
     old, new, config = make(tmp_path, old_kind, new_kind)
     before, model = rebuilt(config, new)
     weight, now = before["lm_head.weight"], model.lm_head.weight
-    new_first, new_inner = {"byte-level": ("Ġ{}", "{}"), "wordpiece": ("{}", "##{}"), "metaspace": ("▁{}", "{}")}[
-        new_kind
-    ]
+    new_first, new_inner = {"byte-level": ("Ġ{}", "{}"), "wordpiece": ("{}", "##{}"), "metaspace": ("▁{}", "{}")}[new_kind]
     old_id, new_id = old.tokenizer.token_to_id, new.tokenizer.token_to_id
     shared = 0
     for form, new_form in ((first, new_first), (inner, new_inner)):
@@ -178,8 +174,6 @@ def test_the_same_tokens_from_other_texts_are_another_tokenizer(change: str, tmp
     new = load_tokenizer(str(folder))
     assert new.tokenizer.get_vocab() == old.tokenizer.get_vocab()
     without = config.model_copy(update={"new_vocabulary": None})
-    with pytest.raises(
-        UserError, match=r"is not that of model\.init_from, .* \(of '.*' it makes \[.*, and the model's \["
-    ):
+    with pytest.raises(UserError, match=r"is not that of model\.init_from, .* \(of '.*' it makes \[.*, and the model's \["):
         build_language_model(without, 32, 0, new)
     build_language_model(config, 32, 0, new)

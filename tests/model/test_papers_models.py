@@ -1,7 +1,5 @@
 """The paper's own checkpoints (`sl_model`): small random weights under their names, against an independent forward."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

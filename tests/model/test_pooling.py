@@ -1,7 +1,5 @@
 """Pooling and sentence-transformers' settings, against sentence-transformers itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -286,9 +284,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "two modes by their old names": (
         lambda folder: (folder / POOLING).write_text(
-            json.dumps(
-                {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True, "pooling_mode_lasttoken": False}
-            )
+            json.dumps({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True, "pooling_mode_lasttoken": False})
         ),
         r"1_Pooling/config\.json pools by cls and max; expected",
     ),
@@ -385,9 +381,7 @@ def test_arguments_that_change_no_embedding(averaged: Path, tmp_path: Path) -> N
 
 def test_prompts_left_out_of_the_pooling_without_any(bert: Path, tmp_path: Path) -> None:
     """There is nothing to leave out."""
-    folder = written(
-        bert, tmp_path / "model", ReferencePooling(32, "mean", include_prompt=False), prompts={"query": ""}
-    )
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean", include_prompt=False), prompts={"query": ""})
     assert read_sentence_settings(str(folder)).pooling == Pooling("mean")
     shutil.rmtree(folder / "1_Pooling")
     with pytest.raises(UserError, match="which is missing"):

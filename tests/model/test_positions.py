@@ -1,7 +1,5 @@
 """A segment's hidden states depend on no other segment of its microbatch, whatever a configuration names for positions."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -78,9 +76,7 @@ def loss(model: LanguageModel, rows: Tensor, microbatch: int, causal: bool) -> f
     total = 0.0
     for first in range(0, len(rows), microbatch):
         part = rows[first : first + microbatch]
-        cuts = [
-            length * rows.shape[1] // THRESHOLD for lengths in LENGTHS[first : first + microbatch] for length in lengths
-        ]
+        cuts = [length * rows.shape[1] // THRESHOLD for lengths in LENGTHS[first : first + microbatch] for length in lengths]
         targets = clm_targets(part, torch.ones_like(part)).flatten() if causal else part.flatten()
         total += float(model(part.flatten(), targets, Segments.of(cuts, part.device), causal)[0].detach())
     return total / rows.numel()

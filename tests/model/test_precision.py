@@ -1,7 +1,5 @@
 """Under autocast, the sum over layers (the residual stream) and the rotary tables stay fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint from elsewhere can't run code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

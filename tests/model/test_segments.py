@@ -1,7 +1,5 @@
 """Groups of texts of similar length."""
 
-from __future__ import annotations
-
 from biphasic.grouping import length_batches
 from biphasic.model.segments import padding_groups
 

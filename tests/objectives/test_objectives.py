@@ -1,7 +1,5 @@
 """From tokens to inputs and targets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

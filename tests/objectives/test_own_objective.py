@@ -1,7 +1,5 @@
 """A third objective, which a test defines, is configured, trained, switched to, exported and drawn like the others."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,7 @@ def test_it_masks_spans_of_its_share() -> None:
     segments = torch.ones_like(tokens)
     segments[:, 60:] = 0
     draws = Draws(torch.arange(200), 3, 0)
-    inputs, targets = MaskedSpans(span=3).inputs_and_targets(
-        tokens, segments, Vocabulary(80, 1, (0, 1)), draws, lambda: 0
-    )
+    inputs, targets = MaskedSpans(span=3).inputs_and_targets(tokens, segments, Vocabulary(80, 1, (0, 1)), draws, lambda: 0)
     masked = inputs == 1
     assert torch.equal(masked, targets != -100) and torch.equal(targets[masked], tokens[masked])
     assert not masked[:, 60:].any() and float(masked[:, :60].float().mean()) == pytest.approx(0.3, abs=0.02)
@@ -47,9 +43,7 @@ def test_it_is_trained_and_validated_and_the_run_resumes(write_yaml: Write, tmp_
     config = config_of(write_yaml(objective__phases=PHASES, **keys))
     folder = train(config)
     entries = read_metrics(folder / "metrics.jsonl")
-    assert [("loss/train/clm" in e, "loss/train/spans" in e) for e in entries] == [(True, False)] * 4 + [
-        (False, True)
-    ] * 4
+    assert [("loss/train/clm" in e, "loss/train/spans" in e) for e in entries] == [(True, False)] * 4 + [(False, True)] * 4
     assert {"metrics/clm/loss", "metrics/mlm/loss", "metrics/spans/loss"} <= entries[-1].keys()
     expected = losses(folder)
     keep_checkpoints_up_to(folder, 5)

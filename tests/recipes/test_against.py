@@ -1,7 +1,5 @@
 """Published scores beside measured ones."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sys
@@ -82,9 +80,7 @@ def test_orders() -> None:
         "610m-clm-42k": (0.70, 0.010), "610m-mlm40-42k": (0.80, 0.011),  # clearly the published order
         "1b-clm-42k": (0.75, 0.012), "1b-mlm40-42k": (0.755, 0.001),  # the published order, but not clearly
     }  # fmt: skip
-    table = table_of(
-        **{name: tuple(base + noise * seed for seed in range(3)) for name, (base, noise) in measured.items()}
-    )
+    table = table_of(**{name: tuple(base + noise * seed for seed in range(3)) for name, (base, noise) in measured.items()})
     orders = {(order.first, order.second): order for order in against.compare_orders(reference, table).itertuples()}
     # Equal published scores are no order, and 1b-mlm20-42k is not measured.
     assert len(orders) == 5

@@ -1,7 +1,5 @@
 """The recipes that train an export with sentence-transformers' other classes: small, scored, and loaded again."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -92,9 +90,7 @@ def ranking(pairs: Path) -> Path:
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> ModuleType:
     """The recipe's script as a module."""
-    spec = importlib.util.spec_from_file_location(
-        request.param, ROOT / "recipes" / request.param / f"{request.param}.py"
-    )
+    spec = importlib.util.spec_from_file_location(request.param, ROOT / "recipes" / request.param / f"{request.param}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,7 +1,5 @@
 """The commands of the recipes' run.sh: in the right order, with YAMLs, keys and places that exist and agree."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shlex

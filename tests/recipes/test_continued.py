@@ -1,7 +1,5 @@
 """The recipes that continue a model or a run, small: the same YAMLs on tiny models, from text to an export."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

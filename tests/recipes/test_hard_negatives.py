@@ -1,7 +1,5 @@
 """Mined negatives are those of a brute-force search, and `biphasic tasks` reads them."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,7 @@ def task_of(root: Path, **train: Any) -> dict[str, Any]:
         "train": {"query_column": "query", "positive_column": "positive", **train},
         "corpus": {"files": [str(root / "corpus.jsonl")], "text_columns": ["text"]},
         "queries": [{"files": [jsonl(root / "queries.jsonl", [{"_id": "q1", "text": "w1 w2"}])]}],
-        "qrels": {
-            "test": {"files": [jsonl(root / "qrels.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": 1}])]}
-        },
+        "qrels": {"test": {"files": [jsonl(root / "qrels.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": 1}])]}},
         "judged_only": False,
     }
 

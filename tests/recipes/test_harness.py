@@ -1,7 +1,5 @@
 """The comparison with the paper's own models: on small ones in their format, up to the table."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipes' results: the page, and the check of a new run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

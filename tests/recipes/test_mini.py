@@ -1,7 +1,5 @@
 """The small study: its plan fills every figure, and its tasks are what their descriptions say."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -350,9 +348,7 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
              "seeds": [0, 1], "tasks": {"sst2": str(tmp_path / "task.yaml")}}  # fmt: skip
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    checkpoints = {
-        name: [shrunk(batch) for batch in batches] for name, batches in content["stages"]["checkpoints"].items()
-    }
+    checkpoints = {name: [shrunk(batch) for batch in batches] for name, batches in content["stages"]["checkpoints"].items()}
     content |= {"folder": str(tmp_path / "study"), "base": base, "executor": {"kind": "local"}}
     content["stages"] = {"finetune": str(tmp_path / "sweep.yaml"), "checkpoints": checkpoints}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))

@@ -1,7 +1,5 @@
 """The tables of the mini study over its seeds, from scores that are known."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -162,9 +160,7 @@ def write_parts(folder: Path, parts: dict[str, tuple[str, ...]]) -> None:
         write_sweep(folder / part / "sweep", models, lambda *_: (0.5, 0.5), (SST2,))
 
 
-def test_the_files_of_a_run(
-    module: ModuleType, raw: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_run(module: ModuleType, raw: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models and the untrained one, a longer run of each seed."""
     monkeypatch.setattr(module, "RECORDS", tmp_path / "results")
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
@@ -221,10 +217,7 @@ def test_a_folder_without_the_first_study(
 
 def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([str(tmp_path)]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
-    )
+    assert capsys.readouterr().err == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
 
 
 RECORDS = ROOT / "recipes" / "mini" / "results"

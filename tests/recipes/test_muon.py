@@ -1,7 +1,5 @@
 """The comparison of Muon with AdamW: its records and tables, from runs whose losses and scores are known."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

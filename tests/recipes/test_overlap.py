@@ -1,7 +1,5 @@
 """What evaluation sets share with training text: planted copies are found, others are not, as by brute force."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

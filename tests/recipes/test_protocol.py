@@ -1,7 +1,5 @@
 """The protocol of the mini study: its runs, its records, and its tests on scores that are known."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -139,9 +137,7 @@ def test_the_study_trains_the_models_at_equal_tokens_and_flops(protocol: ModuleT
 
 
 @pytest.mark.parametrize(("study", "stable"), [("longer", {"mlm-stable", "clm-mlm-stable"}), ("ratios", set())])
-def test_the_follow_up_trains_its_models(
-    protocol_run: ModuleType, monkeypatch: Any, study: str, stable: set[str]
-) -> None:
+def test_the_follow_up_trains_its_models(protocol_run: ModuleType, monkeypatch: Any, study: str, stable: set[str]) -> None:
     monkeypatch.setenv("MINI_SEED", "7")
     config = load(f"recipes/mini/{study}.yaml")
     assert isinstance(config, StudyConfig)
@@ -234,9 +230,7 @@ def test_the_follow_up_compares_differences_of_models(
     assert len(followup.LONGER_COMPARISONS) == 10
     (steeper,) = (line for line in table if line.startswith("| gain from 29 to 52%"))
     assert f"| {2 + 100 * noise[:3].mean():+.2f} " in steeper
-    protocol_scores = scores_of(
-        protocol.RUNS, {"1m-mlm40-640": np.full(12, -0.02), "1m-clm-320-mlm40-640": 0.005 + noise}
-    )
+    protocol_scores = scores_of(protocol.RUNS, {"1m-mlm40-640": np.full(12, -0.02), "1m-clm-320-mlm40-640": 0.005 + noise})
     both = pd.concat([protocol_scores, scores_of(followup.RATIOS, {})])
     alone, after, absolute = followup.ratio_tables(both)[4:7]
     assert "-2.00" in alone and "+0.50" in after and "+1.50" in absolute
@@ -249,9 +243,7 @@ def write_trials(protocol_run: ModuleType, folder: Path, seeds: list[int]) -> No
             cell = Cell(model, task, sweep["learning_rates"][0], number)
             result = DownstreamResult(task, task, "classification", "accuracy", 0.5, 0.6)
             about = {"commit": "abc", "host": "h", "hardware": "c", "versions": {}, "tokens": 5}
-            trial = TrialRecord(
-                f"{model}.{task}.{number}", cell, "done", (result,), seconds={"total": 2.0}, about=about
-            )
+            trial = TrialRecord(f"{model}.{task}.{number}", cell, "done", (result,), seconds={"total": 2.0}, about=about)
             write_record(open_store(sweep["output"]), trial)
     (folder / "data").mkdir(exist_ok=True)
     hashes = {
@@ -269,9 +261,7 @@ def test_a_record_has_all_fine_tunings_of_its_seed_and_where_they_ran(protocol_r
     assert len(record["trials"]) == 64 and record["finetuning_seconds"] == 128
     assert record["sources"] == [{"commit": "abc", "host": "h", "hardware": "c", "versions": {}}]
     assert json.loads(protocol_run.record_bytes(record, "trials"))["trials"][0] == record["trials"][0]._asdict()
-    first = next(
-        Path(next(protocol_run.sweeps(protocol_run.RUNS, tmp_path, [4]))["output"], "trials").glob("*-s4.*.json")
-    )
+    first = next(Path(next(protocol_run.sweeps(protocol_run.RUNS, tmp_path, [4]))["output"], "trials").glob("*-s4.*.json"))
     first.unlink()
     with pytest.raises(UserError, match="63 fine-tunings, expected 64; missing"):
         protocol_run.record(protocol_run.RUNS, tmp_path, 4)

@@ -1,7 +1,5 @@
 """The quickstart: all of its steps, small; which steps are repeated, skipped and continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -119,18 +117,13 @@ def test_small_from_text_to_report(small: Path, monkeypatch: pytest.MonkeyPatch)
     scores = json.loads((run / "scores.json").read_text())
     assert list(scores["scores"]) == SYSTEMS
     assert all(
-        low <= values["ndcg_at_10"] <= high
-        for values in scores["scores"].values()
-        for low, high in [values["interval"]]
+        low <= values["ndcg_at_10"] <= high for values in scores["scores"].values() for low, high in [values["interval"]]
     )
     # Retrieval is scored on the test package, among the documents of both held-out packages.
     gathered = json.loads((run / "text" / "gathered.json").read_text())
     assert gathered["packages"]["test"][0].startswith("joblib ")
     assert (
-        scores["queries"]
-        == gathered["rows"]["pairs/qrels/test"]
-        < scores["documents"]
-        == gathered["rows"]["pairs/corpus"]
+        scores["queries"] == gathered["rows"]["pairs/qrels/test"] < scores["documents"] == gathered["rows"]["pairs/corpus"]
     )
     # A busy machine takes minutes, which are printed as such.
     assert re.search(r"\([\d.]+ (s|min) in all\)\n\Z", second.stdout)

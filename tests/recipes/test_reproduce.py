@@ -1,7 +1,5 @@
 """Every command in the `sh` blocks of docs/study.md, in order, in small: its own bucket, tiny rows, three tiny models."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The recipes' run.sh, whole: real commands, with a stand-in for the hub, tiny models and short texts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

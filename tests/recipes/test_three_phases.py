@@ -1,7 +1,5 @@
 """Three phases with data of their own: the recipe's commands fit together, and its study runs small."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -74,9 +72,7 @@ def test_the_commands_fit_together(folder: Path, tmp_path: Path, monkeypatch: py
             rows[f"{config.output}/train"] = config
     assert len(rows) == 4 and len({config.tokenizer for config in rows.values()}) == 1
     for config in expand(study_of()).values():
-        streams = {
-            stream.local: each.data.sequence_length for each in config.inputs for stream in each.streams.values()
-        }
+        streams = {stream.local: each.data.sequence_length for each in config.inputs for stream in each.streams.values()}
         assert {rows[local].sequence_length == length for local, length in streams.items()} == {True}
         assert config.data.validation is not None
         validation = rows[config.data.validation.local]
@@ -119,9 +115,7 @@ def test_the_study_runs_small(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "| half | 0 | 4 |" in printed and "| half | 2 | 4 |" in printed and "| files | 2 | 3 |" in printed
     assert "| half | 5 |" in printed and "| half | 8 |" in printed
     table = printed.rpartition("validation loss")[2]
-    values = [
-        line.split("|")[2].strip() for line in table.splitlines() if line.startswith(tuple(f"| {n}" for n in started))
-    ]
+    values = [line.split("|")[2].strip() for line in table.splitlines() if line.startswith(tuple(f"| {n}" for n in started))]
     assert len(set(values)) == 3
 
 

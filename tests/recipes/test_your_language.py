@@ -1,7 +1,5 @@
 """The text of the recipe for a language of one's own, from message catalogues written here."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -75,9 +73,7 @@ def test_documents_pairs_and_a_test_set(
     assert len(pairs["query"]) == counts["train_pairs"]
     train_ids = pq.read_table(tmp_path / "text" / "pairs" / "train.parquet")["id"].to_pylist()
     assert not any(document_number(identity) < validation_end(FRACTION) for identity in train_ids)
-    queries = [
-        json.loads(line) for line in (tmp_path / "text" / "sentences" / "queries.jsonl").read_text().splitlines()
-    ]
+    queries = [json.loads(line) for line in (tmp_path / "text" / "sentences" / "queries.jsonl").read_text().splitlines()]
     assert len(queries) == counts["test_pairs"] > 0
     assert all(document_number(query["_id"]) < validation_end(FRACTION) for query in queries)
     assert all(query["text"].startswith("Erklärt den Schalter") and query["text"].endswith(".") for query in queries)

@@ -1,7 +1,5 @@
 """`report.html`: one file with the text, the tables and the pictures of a sweep's or a study's report."""
 
-from __future__ import annotations
-
 import re
 from base64 import b64decode
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Means of scores by model and group; intervals and tests against scipy's own, and values for which they are undefined."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Which models of a study stand where in the paper's figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

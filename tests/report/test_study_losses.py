@@ -1,7 +1,5 @@
 """Losses of a study's runs from their metrics."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

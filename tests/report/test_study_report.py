@@ -1,7 +1,5 @@
 """The report of a study's folder: all figures, what is left out and why, and the same bytes from the same records."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -167,9 +165,7 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
 def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_sweep(tmp_path / folder, ["610m-clm-42k"])
-    with pytest.raises(
-        UserError, match="scores of 610m-clm-42k on sst2 are also in one: expected them in only one sweep"
-    ):
+    with pytest.raises(UserError, match="scores of 610m-clm-42k on sst2 are also in one: expected them in only one sweep"):
         read_study([str(tmp_path)])
 
 

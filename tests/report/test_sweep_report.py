@@ -1,7 +1,5 @@
 """A sweep's report: its numbers against scipy and numpy, missing trials, and the same bytes from the same records."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -80,9 +78,7 @@ def test_many_models_have_rows_instead_of_columns() -> None:
     more = grid_of([*grid.models, "n"], tasks=(SST2, MNLI))
     high = files_of(more, records_of(more, noisy))["report.md"]
     assert cells(high, "Test scores", "metric") == ["metric", "", *["accuracy"] * 3]
-    column = [
-        cells(wide, "Test scores", name)[2].replace("*", "") for name in ("SC, mean", "sst2", "mnli-m", "mnli-mm")
-    ]
+    column = [cells(wide, "Test scores", name)[2].replace("*", "") for name in ("SC, mean", "sst2", "mnli-m", "mnli-mm")]
     assert [cell.replace("*", "") for cell in cells(high, "Test scores", "m00")[1:]] == column
 
 
@@ -100,8 +96,7 @@ def test_a_missing_score_is_not_zero() -> None:
     records = {
         trial: record
         for trial, record in complete.items()
-        if record.cell.model == "a"
-        or (record.cell.model == "b" and (record.cell.task, record.cell.seed) != ("mnli", 2))
+        if record.cell.model == "a" or (record.cell.model == "b" and (record.cell.task, record.cell.seed) != ("mnli", 2))
     }
     files = files_of(grid, records)
     page = files["report.md"]
@@ -138,9 +133,7 @@ def test_failures_are_listed_in_a_line() -> None:
 def test_a_task_without_a_test_set() -> None:
     grid = grid_of(tasks=(SST2, MNLI))
     records = {
-        trial: replace(
-            record, results=tuple(replace(r, test=None if r.name == "sst2" else r.test) for r in record.results)
-        )
+        trial: replace(record, results=tuple(replace(r, test=None if r.name == "sst2" else r.test) for r in record.results))
         for trial, record in records_of(grid, noisy).items()
     }
     page = files_of(grid, records)["report.md"]

@@ -1,7 +1,5 @@
 """A missing folder is reported at once, also without a network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

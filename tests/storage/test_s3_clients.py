@@ -1,7 +1,5 @@
 """What the clients of S3 send, to servers that answer them with HTTPS."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler

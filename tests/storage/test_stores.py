@@ -1,7 +1,5 @@
 """Stores: the same operations on a local folder and on a bucket, and atomic writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

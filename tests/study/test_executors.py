@@ -1,7 +1,5 @@
 """How runs are submitted: commands for Slurm and other schedulers, and signals on this machine. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -60,9 +58,7 @@ def use_scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "log"
 
 
-def test_commands_for_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_for_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     log = use_scheduler(tmp_path, monkeypatch)
     study = study_of(tmp_path, "{kind: slurm, options: ['--nodes=2', '--time=1:00:00']}")
     jobs = {name: job_name(study, name) for name in study.models}

@@ -1,7 +1,5 @@
 """The paper's study: its 38 models, and what they cost by hand."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -75,9 +73,7 @@ def test_the_38_models(study: StudyConfig, configs: dict[str, PretrainConfig]) -
 def test_names_say_what_the_models_are(configs: dict[str, PretrainConfig]) -> None:
     for name, config in configs.items():
         size, *parts = name.split("-")
-        steps = {
-            part: int(part.removeprefix("dec")[:-1]) * 1000 for part in parts if part.removeprefix("dec")[0].isdigit()
-        }
+        steps = {part: int(part.removeprefix("dec")[:-1]) * 1000 for part in parts if part.removeprefix("dec")[0].isdigit()}
         objectives = [part for part in parts if part[:3] in ("clm", "mlm")]
         phases = config.objective.phases
         if "dec" in name:
@@ -185,9 +181,7 @@ def test_a_resolved_run_keeps_what_others_start_from(study: StudyConfig, configs
     assert {int(time.value) for time in config.checkpoint.keep_at} >= {3000, 32000}
 
 
-def test_a_history_is_made_once_for_each_model(
-    configs: dict[str, PretrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_history_is_made_once_for_each_model(configs: dict[str, PretrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each of the pairs."""
     made = []
     monkeypatch.setattr(tree, "history_of", lambda config: made.append(config.run_name) or history_of(config))

@@ -1,7 +1,5 @@
 """Running a study on this machine, with kills between."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -195,9 +193,7 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
         torch.testing.assert_close(value, parts[0] / 4 + parts[1] / 4 + parts[2] / 2, rtol=1e-6, atol=1e-7)
     for name, run, batch in (("clm-mlm-1", "clm", 1), ("clm-mlm-5", "clm-mlm", 5)):
         exported = load_encoder(str(encoder_folder(study, name))).backbone.state_dict()
-        checkpoint = load_encoder(
-            str(place / "study" / run / "checkpoints" / f"ba{batch}-rank0.pt")
-        ).backbone.state_dict()
+        checkpoint = load_encoder(str(place / "study" / run / "checkpoints" / f"ba{batch}-rank0.pt")).backbone.state_dict()
         assert exported and all(torch.equal(value, checkpoint[key]) for key, value in exported.items())
 
     assert "mean" in sweep_config(study).models

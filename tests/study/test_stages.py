@@ -1,7 +1,5 @@
 """What follows pretraining: which models a stage takes, and the configurations that it gives to the other jobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -69,9 +67,7 @@ def test_exports_of_a_bucket_are_local(tmp_path: Path, monkeypatch: pytest.Monke
     assert study.checkpoints_of("1b-clm-42k") == "s3://bucket/paper/1b-clm-42k"
 
 
-def test_a_stage_that_could_not_run_is_refused_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_could_not_run_is_refused_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = paper_study(tmp_path, monkeypatch)
     check_stages(study)
     stages = study.stages.model_copy(update={"finetune": "yamls/sweep/none.yaml"})
@@ -96,9 +92,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_study_in_a_bucket_needs_local_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = paper_study(tmp_path, monkeypatch).model_copy(
-        update={"folder": "s3://bucket/paper", "output": str(tmp_path)}
-    )
+    study = paper_study(tmp_path, monkeypatch).model_copy(update={"folder": "s3://bucket/paper", "output": str(tmp_path)})
     file = tmp_path / "610m-clm-42k" / "config.yaml"
     file.parent.mkdir()
     file.write_text("checkpoint: {folder: s3://bucket/paper/610m-clm-42k}")

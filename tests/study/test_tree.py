@@ -1,7 +1,5 @@
 """The tree of shared beginnings: histories are texts, a letter for each batch, so that any test can be followed by eye."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sweeps of small trials."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """From a sweep's YAML to its trials."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

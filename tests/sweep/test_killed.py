@@ -1,7 +1,5 @@
 """A sweep whose driver is killed: its workers die with it, and every trial has one record in the end."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A sweep as users run it: real fine-tunings by `src/main.py`, which ends with the report."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

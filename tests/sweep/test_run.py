@@ -1,7 +1,5 @@
 """Sweeps of small trials, and the driver by itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -42,9 +40,7 @@ def records_of(config: SweepConfig) -> dict[str, TrialRecord]:
     return read_records(folder, read_grid(folder).trials)
 
 
-def test_failed_and_killed_trials(
-    sweep: LoadSweep, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_and_killed_trials(sweep: LoadSweep, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One model fails, one kills its worker once, one always. Then again, and with --retry-failed."""
     mended = tmp_path / "mended"
     models = {
@@ -126,9 +122,7 @@ def test_a_gpu_that_cannot_be_used_runs_no_trial(
 
 
 def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
-    config = sweep(
-        {"a": {"do": "train"}, "b": {"do": "train"}}, cluster={"at_once": 1}, cost={"dollars_per_hour": 7200}
-    )
+    config = sweep({"a": {"do": "train"}, "b": {"do": "train"}}, cluster={"at_once": 1}, cost={"dollars_per_hour": 7200})
     before = plan_sweep(config, "helpers.small_trials")
     left = {"done": 0, "failed": 0, "left": 4}
     assert before.details["trials"] == {"all": {**left, "left": 8}, "sst2 of a": left, "sst2 of b": left}

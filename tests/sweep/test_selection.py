@@ -1,7 +1,5 @@
 """Chosen rates depend on validation scores only, whatever the order of records."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

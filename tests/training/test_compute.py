@@ -1,7 +1,5 @@
 """The YAML's `compute:` section: choices, refusals, and equal losses."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -117,9 +115,7 @@ def test_a_compiled_run_with_recomputed_layers_has_the_same_losses(
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 12, 48, 96, 288])
-@pytest.mark.parametrize(
-    ("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (20.0, 28.2), (60.0, 30.0), (3.0, 90.0)]
-)
+@pytest.mark.parametrize(("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (20.0, 28.2), (60.0, 30.0), (3.0, 90.0)])
 def test_few_measurements_find_the_largest_microbatch(most: int, fixed: float, row: float) -> None:
     """Memory is a line, with a little more at the first rows; beyond the device's 140 nothing fits."""
     room, calls = 131.0, []
@@ -143,22 +139,16 @@ def test_no_row_fits() -> None:
         largest_microbatch(lambda rows: 120.0, 8, 100.0)
 
 
-@pytest.mark.parametrize(
-    ("most", "fit", "rows"), [(12, 12, 12), (12, 11, 6), (12, 5, 4), (7, 3, 3), (1, 1, 1), (6, 9, 6)]
-)
+@pytest.mark.parametrize(("most", "fit", "rows"), [(12, 12, 12), (12, 11, 6), (12, 5, 4), (7, 3, 3), (1, 1, 1), (6, 9, 6)])
 def test_microbatches_are_even(most: int, fit: int, rows: int) -> None:
     assert even_microbatch(most, fit) == rows
 
 
-def test_a_microbatch_is_measured_once_for_the_same_circumstances(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_microbatch_is_measured_once_for_the_same_circumstances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
     place = tmp_path / "checkpoints"
     measure_by_formula(monkeypatch, measured)
-    monkeypatch.setattr(
-        compute.MicrobatchSize, "_train", lambda self, state, length, rows, causal: measured.append(rows)
-    )
+    monkeypatch.setattr(compute.MicrobatchSize, "_train", lambda self, state, length, rows, causal: measured.append(rows))
 
     def find(**circumstances: int) -> int:
         monkeypatch.setattr(compute, "_circumstances", lambda length, rows: circumstances)
@@ -283,9 +273,7 @@ def test_the_measured_rows_have_as_many_segments_as_the_data() -> None:
     assert size._batch(state, 4, 1, True)["lengths"] == [[1, 1, 1, 1]]
 
 
-def test_the_measurement_computes_as_in_training(
-    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_measurement_computes_as_in_training(write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers loads a backbone in evaluation mode, in which layers are not recomputed and nothing is dropped."""
     saved_decoder("llama", tmp_path / "hub", attention_dropout=0.1)
     rows: list[int] = []

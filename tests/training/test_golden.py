@@ -3,8 +3,6 @@
 `BIPHASIC_WRITE_GOLDEN=1 pytest tests/training/test_golden.py` writes the file again, for an intended change.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """The gradient of a step is that of the mean loss over the global batch's targets, however the batch is cut."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """NaN and Inf in loss and gradient, and loss spikes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics of several attempts: in one file, with validations and an incomplete line, and in one run of W&B and MLflow."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

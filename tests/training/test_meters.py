@@ -1,7 +1,5 @@
 """Throughput compared with counts by hand; warnings about waiting for data."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AdamW as the YAML says, and Muon for matrices beside it."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from itertools import starmap
@@ -85,9 +83,7 @@ def test_a_run_with_muon_resumes_bit_for_bit(write_yaml: Write) -> None:
         (folder / "metrics.jsonl").unlink()
         train_alone(path)
         assert losses(folder) == expected[batch:]
-        assert all(
-            torch.equal(weight, weights(folder, 12)[name]) for name, weight in weights(uninterrupted, 12).items()
-        )
+        assert all(torch.equal(weight, weights(folder, 12)[name]) for name, weight in weights(uninterrupted, 12).items())
 
 
 def test_muon_over_shards_equals_muon_over_whole_matrices(write_yaml: Write) -> None:

@@ -1,7 +1,5 @@
 """The switch in a Composer script of one's own: around a Hugging Face decoder, or in a ComposerModel of one's own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -61,9 +59,7 @@ def decoder(seed: int = 0) -> LlamaForCausalLM:
 def packed_rows(count: int = 24, seed: int = 1) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 12, (count * 3,), generator=generator).tolist()
-    return pack([torch.randint(2, WORDS, (length,), generator=generator).tolist() for length in lengths], LENGTH)[
-        :count
-    ]
+    return pack([torch.randint(2, WORDS, (length,), generator=generator).tolist() for length in lengths], LENGTH)[:count]
 
 
 def train(
@@ -95,9 +91,7 @@ def train(
     )
     trainer.fit()
     trainer.close()
-    return {
-        name.removeprefix("model."): value.clone() for name, value in trainer.state.model.state_dict().items()
-    }, trainer
+    return {name.removeprefix("model."): value.clone() for name, value in trainer.state.model.state_dict().items()}, trainer
 
 
 class Losses(Callback):

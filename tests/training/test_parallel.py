@@ -1,7 +1,5 @@
 """Sharding: the same run on any number of ranks, with any strategy and either form of checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -169,9 +167,7 @@ def test_groups_of_a_mesh_get_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     for group in mesh.get_all_groups():
         group.set_timeout(timedelta(seconds=7))
     callback.after_load(state, None)  # pyright: ignore[reportArgumentType]
-    seconds = [
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()
-    ]
+    seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()]
     assert seconds == [COLLECTIVE_SECONDS] * 2 and devices == ["without TF32"]
 
 

@@ -1,7 +1,5 @@
 """Phases with their own data, batch size and rotary positions: what they read, resumed anywhere, and shared histories."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -259,9 +257,7 @@ def test_a_phase_that_has_begun_can_not_begin_again(yaml_of: Write) -> None:
 
 
 def test_epochs_have_no_meaning_with_several_lengths(yaml_of: Write) -> None:
-    with pytest.raises(
-        ConfigError, match=r"checkpoint.interval: expected batches, rows or tokens, because the phases'"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoint.interval: expected batches, rows or tokens, because the phases'"):
         config_of(yaml_of(checkpoint__interval="1ep"))
 
 

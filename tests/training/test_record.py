@@ -1,7 +1,5 @@
 """A run's record of its command and its data."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run is bit for bit the uninterrupted run."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that starts from another run's checkpoint is bit for bit the run that was trained from its own beginning."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -143,9 +141,7 @@ def train_on_two_ranks(path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", [name if "resets" in name else pytest.param(name, marks=pytest.mark.slow) for name in BRANCHES]
 )
-def test_two_fsdp2_ranks_start_from_another_run(
-    sharded_trunks: Callable[[str], Path], write_yaml: Write, name: str
-) -> None:
+def test_two_fsdp2_ranks_start_from_another_run(sharded_trunks: Callable[[str], Path], write_yaml: Write, name: str) -> None:
     trunk, first, *_ = BRANCHES[name]
     keys = {**keys_of(name), "parallelism__strategy": "fsdp", "checkpoint__interval": f"{LAST}ba"}
     whole = train_on_two_ranks(write_yaml("whole", **keys))

@@ -1,7 +1,5 @@
 """What the objective schedule and the learning rate do to single batches, without a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The phases: where they begin, their batches, and what happens at the switch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import pairwise
@@ -106,9 +104,7 @@ def test_a_restart_may_change_the_future_but_not_the_past(write_yaml: Write) -> 
     folder = train(config_of(write_yaml(max_duration="8ba", objective__phases=phases, **keys)))
     # A share that moves the end of a phase that is done.
     longer = write_yaml(max_duration="16ba", objective__phases=phases, **keys)
-    with pytest.raises(
-        UserError, match=r"4ba \(0.5dur of 8ba\) until now, 8ba \(0.5dur of 16ba\) here, from batch 4 on\n"
-    ):
+    with pytest.raises(UserError, match=r"4ba \(0.5dur of 8ba\) until now, 8ba \(0.5dur of 16ba\) here, from batch 4 on\n"):
         train(config_of(longer))
     with pytest.raises(UserError, match=r"^max_duration: 6ba ends before run's checkpoint ba8-rank0.pt"):
         train(
@@ -146,9 +142,7 @@ def test_a_changed_configuration_is_refused(write_yaml: Write, tmp_path: Path) -
     moved = write_yaml(data__train__local=str(tmp_path / "other" / "train"))
     with pytest.raises(UserError, match=r"\n  data.train.index: '\w+' until now, '\w+' here\n"):
         train(config_of(moved))
-    train(
-        config_of(write_yaml(optimizer__lr=1e-3, checkpoint__resume_overrides=["optimizer"], logging__tensorboard=True))
-    )
+    train(config_of(write_yaml(optimizer__lr=1e-3, checkpoint__resume_overrides=["optimizer"], logging__tensorboard=True)))
     assert len(losses(folder)) >= 12
     assert losses(folder)[:8] == before
 
@@ -169,9 +163,7 @@ def test_missing_data_and_another_sequence_length_are_refused(write_yaml: Write,
         train(config_of(write_yaml(data__sequence_length=64)))
 
 
-def test_validation_doesn_t_depend_on_the_phase(
-    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_doesn_t_depend_on_the_phase(write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLM and MLM loss, at masks that stay the same: with a rate of almost 0 both losses stay where they are.
 
     Each reads every row of the split once.

@@ -1,7 +1,5 @@
 """Workers, a conversion and a sweep on a Ray cluster that is already running, of two machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Workers of this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -72,9 +70,7 @@ def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path: Path, length: 
     if length == 75:
         assert (run.returncode, run.stderr) == (0, "")
     else:
-        assert run.stderr.splitlines()[-1].startswith(
-            f"biphasic.errors.UserError: TMPDIR: {folder} has a path of 76 bytes"
-        )
+        assert run.stderr.splitlines()[-1].startswith(f"biphasic.errors.UserError: TMPDIR: {folder} has a path of 76 bytes")
 
 
 def test_what_cannot_be_pickled(group: LocalWorkers) -> None:

@@ -5,8 +5,6 @@
 FOLDER has the files of README.md. The results are written beside them, to FOLDER/squad and FOLDER/scifact.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -43,9 +41,7 @@ def scifact(folder: Path) -> None:
     queries = {row["_id"]: row["text"] for row in map(json.loads, _lines(folder / "queries.jsonl"))}
     train = [line.split("\t")[:2] for line in _lines(folder / "train.tsv")[1:]]
     test = [(fields[0], fields[2]) for fields in map(str.split, _lines(folder / "test.tsv"))]
-    pairs = [
-        {"query": queries[query], "positive": f"{titles[document]} {abstracts[document]}"} for query, document in train
-    ]
+    pairs = [{"query": queries[query], "positive": f"{titles[document]} {abstracts[document]}"} for query, document in train]
     _write(folder / "pairs.jsonl", pairs)
     # A tenth of the training queries is also the validation: rates are fixed, so nothing is chosen by it.
     for split, judged in (("validation", train[::10]), ("test", test)):

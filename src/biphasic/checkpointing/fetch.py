@@ -108,9 +108,7 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
             local_folder = local_folder if is_remote(folder.root) else Path(folder.root)
             manifest = newest_complete(folder, local_folder)
             if manifest is None:
-                faults = [
-                    f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)
-                ]
+                faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
                 raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
         else:
             name = manifest_name(batch)

@@ -12,8 +12,6 @@ If the run was stopped before or within the validation after batch 1000, the fir
 The names differ so that one of the two checkpoints is complete at any time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re
@@ -162,9 +160,7 @@ def manifest_batches(entries: Entries) -> list[int]:
     return [batch for batch in batches_of(entries) if manifest_name(batch) in entries]
 
 
-def list_checkpoints(
-    folder: Store, entries: Entries | None = None, known: Known | None = None
-) -> list[StoredCheckpoint]:
+def list_checkpoints(folder: Store, entries: Entries | None = None, known: Known | None = None) -> list[StoredCheckpoint]:
     """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not.
 
     `entries` are the folder's, if they have been listed already. `known` remembers the manifests for a later call.
@@ -175,9 +171,7 @@ def list_checkpoints(
     return list(mapped_ahead(lambda batch: _inspect(folder, entries, batch, known), batches_of(entries), _READS))
 
 
-def newest_first(
-    folder: Store, entries: Entries | None = None, known: Known | None = None
-) -> Iterator[StoredCheckpoint]:
+def newest_first(folder: Store, entries: Entries | None = None, known: Known | None = None) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a folder like `list_checkpoints`, but without `known` read each only when it is reached.
 
     Raises an OSError if the folder can't be listed, or a checkpoint can't be read. An older one must not take its place: the
@@ -257,9 +251,7 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
     if is_intact():
         return
     if Path(source.root).resolve() == local_folder.resolve():
-        raise ValueError(
-            f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
-        )
+        raise ValueError(f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing")
     try:
         source.download(name, file)
     except FileNotFoundError:
@@ -281,9 +273,7 @@ def outdated_checkpoints(
     """
     checkpoints = list_checkpoints(folder, entries, known) if keep >= 0 else ()
     complete = {each.batch: each.manifest for each in checkpoints if each.manifest}
-    marked = {
-        batch for batch, each in complete.items() if each.run.get("kept") or any(map(each.is_first_at, branch_points))
-    }
+    marked = {batch for batch, each in complete.items() if each.run.get("kept") or any(map(each.is_first_at, branch_points))}
     return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))
 
 

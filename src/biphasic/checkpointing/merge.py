@@ -1,7 +1,5 @@
 """Merge checkpoints: the weighted mean of their weights, as a checkpoint without optimizer state."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -107,9 +105,7 @@ def _find(path: str, last: int | None) -> list[tuple[str, Manifest]]:
             batches = ", ".join(map(str, reversed(manifest_batches(store.list())))) or "none"
             advice = "A run deletes those beyond checkpoint.keep, except at batches in checkpoint.keep_at"
             got = f"got {len(found)} of batches {batches} in {folder}. {advice}"
-            raise UserError(
-                f"checkpoint {path}: {expected}; {got if store.list() else f'{folder} is not there, or empty'}"
-            )
+            raise UserError(f"checkpoint {path}: {expected}; {got if store.list() else f'{folder} is not there, or empty'}")
     return [(join(folder, manifest.path), manifest) for manifest in reversed(found)]
 
 

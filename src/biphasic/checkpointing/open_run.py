@@ -1,7 +1,5 @@
 """Open a pretraining run: join the other ranks, lock its folder, find its checkpoint, and close it whatever happens."""
 
-from __future__ import annotations
-
 import faulthandler
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -98,9 +96,7 @@ class Run:
             reason = f"could not start: {reason}"
         elif reason == INTERRUPTED_REASON:
             batch = self._saver.newest_batch()
-            reason += (
-                ", before the first checkpoint" if batch is None else f"; the newest checkpoint is of batch {batch}"
-            )
+            reason += ", before the first checkpoint" if batch is None else f"; the newest checkpoint is of batch {batch}"
         if self._stopping.saved or reason != "finished":
             # First, because closing the loggers may take long, and a failing job has limited time.
             self._lock.record_reason(reason)

@@ -1,7 +1,5 @@
 """Collectives of a run's ranks outside of training, and the check of the folders that its nodes share."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Lock a run's folder so that only one process trains the run, and record each attempt."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

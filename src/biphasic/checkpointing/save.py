@@ -1,7 +1,5 @@
 """Save checkpoints in background threads, so that training waits only while the state is copied to host memory."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time

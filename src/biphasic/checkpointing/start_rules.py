@@ -3,8 +3,6 @@
 Nothing here imports torch, so that `--plan` can say where a run will start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,9 +88,7 @@ class ResumeGuard:
                 "the run's place in the data would be lost, also with checkpoint.resume_overrides: restore the phases and "
                 "their `until`, or choose another run_name"
             )
-        lines = {
-            difference.key: _describe(difference) for difference in self.past_differences(manifest, self.overrides)
-        }
+        lines = {difference.key: _describe(difference) for difference in self.past_differences(manifest, self.overrides)}
         for key, before, now in self._changed_indexes(manifest, indexes):
             if not is_overridden(key, self.overrides):
                 lines[key] = f"{key}: {before!r} until now, {now!r} here"
@@ -163,9 +159,7 @@ class ResumeGuard:
                 if manifest is None:
                     unusable.append(f"{name} ({checkpoint.fault})")
                 elif "merged" in manifest.run:
-                    unusable.append(
-                        f"{name} (it is a mean of checkpoints, without optimizer state: use model.init_from)"
-                    )
+                    unusable.append(f"{name} (it is a mean of checkpoints, without optimizer state: use model.init_from)")
                 elif keys := ", ".join(manifest.run["overridden"]):
                     unusable.append(f"{name} (that run changed {keys} when it resumed, with resume_overrides)")
                 else:

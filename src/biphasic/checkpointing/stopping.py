@@ -1,7 +1,5 @@
 """Stop a run early, on all ranks after the same batch, when it is preempted or one rank has a fault."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Upload checkpoints in the background, write their manifests, and delete outdated checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

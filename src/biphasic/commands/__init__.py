@@ -1,7 +1,5 @@
 """The command `biphasic`: everything but training. Its subcommands are functions in `data`, `models` and `tools`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from inspect import cleandoc

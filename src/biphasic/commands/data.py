@@ -1,7 +1,5 @@
 """The commands that write and read data: tokenizer, convert, verify, show, tasks, overlap."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from argparse import Namespace
@@ -22,13 +20,9 @@ from biphasic.storage.hub import is_local_path
     "train a byte-level BPE tokenizer on own text",
     *file_arguments("job: convert"),
     argument("--out", type=local_path, metavar="FOLDER", help="folder to write; default: the YAML's tokenizer"),
-    argument(
-        "--size", type=positive, default=32_768, metavar="N", help="tokens, special ones included; default: 32,768"
-    ),
+    argument("--size", type=positive, default=32_768, metavar="N", help="tokens, special ones included; default: 32,768"),
     argument("--special", action="append", default=[], metavar="ROLE=TOKEN", help="a special token, e.g. mask=<mask>"),
-    argument(
-        "--add", action="append", default=[], metavar="TOKEN", help="a further token that is never split; repeatable"
-    ),
+    argument("--add", action="append", default=[], metavar="TOKEN", help="a further token that is never split; repeatable"),
     argument("--max-text", metavar="SIZE", help="text to read at most, e.g. 1gb: from each file its share"),
     argument("--force", action="store_true", help="replace an earlier tokenizer"),
 )
@@ -59,9 +53,7 @@ def tokenizer(options: Namespace) -> int:
     text = f"{trained.documents:,} documents, {format_bytes(trained.text_bytes)} of text"
     print(f"{folder}: {trained.tokens:,} tokens, trained on {text}")
     if trained.marks is not None:
-        print(
-            f"{trained.marks:.0%} of the text's characters are combining marks: words are divided by GPT-4o's pattern"
-        )
+        print(f"{trained.marks:.0%} of the text's characters are combining marks: words are divided by GPT-4o's pattern")
     if trained.tokens < options.size:
         print(f"the text has no more pairs to merge: {trained.tokens:,} tokens instead of {options.size:,}")
     override = [] if str(folder) == config.tokenizer else [f"tokenizer={folder}"]
@@ -141,9 +133,7 @@ def verify(options: Namespace) -> int:
     "print the text of rows by their ids",
     argument("file", metavar="FILE.yaml", help="the pretraining YAML"),
     argument("ids", metavar="ID", nargs="+", type=int, help="row ids in the dataset or the mix"),
-    argument(
-        "--phase", type=count, default=0, metavar="N", help="the phase that reads these rows; default: 0, the first"
-    ),
+    argument("--phase", type=count, default=0, metavar="N", help="the phase that reads these rows; default: 0, the first"),
 )
 def show(options: Namespace) -> int:
     """Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""

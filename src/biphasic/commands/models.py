@@ -1,7 +1,5 @@
 """Commands for models: check their attention, merge, export and publish them, and predict with one."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -45,9 +43,7 @@ def check_attention(options: Namespace) -> int:
 
 @command(
     "write the mean of checkpoints",
-    argument(
-        "checkpoints", metavar="CHECKPOINT", nargs="+", help="as for export; a run's folder: its newest checkpoint"
-    ),
+    argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="as for export; a run's folder: its newest checkpoint"),
     argument("out", metavar="OUT", type=local_path, help="the folder to write"),
     argument("--last", type=positive, metavar="N", help="of each run the last N checkpoints of its stable phase"),
     argument("--weights", default="mean", help="mean (default); numbers (1,2,3); as a decay: linear, 1-sqrt, cosine"),

@@ -57,9 +57,7 @@ def after_export(folder: Path) -> str:
 def after_run(config: Config) -> str:
     """Return the next step after a pretraining run, a fine-tuning, an evaluation, or a sweep without failures."""
     if config.job == "pretrain":
-        return (
-            f"next: {shlex.join(['biphasic', 'export', config.checkpoint_destination, f'{config.run_folder}/encoder'])}"
-        )
+        return f"next: {shlex.join(['biphasic', 'export', config.checkpoint_destination, f'{config.run_folder}/encoder'])}"
     if config.job == "finetune" and config.save_model:
         model = f"{config.run_folder}/model"
         if config.task.kind == "retrieval":

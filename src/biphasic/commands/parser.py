@@ -1,7 +1,5 @@
 """Parsing of all command lines: those of `biphasic` and of src/main.py."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The commands for configurations, machines, runs and results: keys, preflight, runs, watch, report, compare, completion."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Base classes and shared field types of the YAML schema."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -108,9 +106,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 distinct = AfterValidator(_distinct)
 """An annotation for lists without duplicates."""
 
-Name = Annotated[
-    str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")
-]
+Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
 _home_expanded = AfterValidator(os.path.expanduser)
 # URLs with a password match, so that `text_problems` reports them without showing the password.

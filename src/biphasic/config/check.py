@@ -1,7 +1,5 @@
 """Check keys and values against a job's schema, and report every error with its key and the expected value."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Compare a pretraining run with the records of the conversions that it reads, in the run and in its plan."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -124,9 +122,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
             checks.problems.append(f"model.vocab_size is {rows:,}, but the tokenizer has {tokens:,} tokens")
         elif rows > tokens * (1 + _MAX_UNUSED):
             unused = f"the other rows of embedding and head are never used (expected {tokens:,}, or a little more)"
-            checks.warnings.append(
-                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}"
-            )
+            checks.warnings.append(f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}")
     return checks
 
 

@@ -1,7 +1,5 @@
 """Schema of a conversion YAML (`job: convert`): keys, types, defaults and checks."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -146,9 +144,9 @@ class ConvertConfig(JobConfig):
     """Random seed for the segment lengths with `stream`."""
     shard_bytes: Annotated[Size, Field(lt=2**32)] = Bytes(64 * 2**20)
     """Size of a shard before compression, below 2**32: MDS stores byte offsets in 32 bits."""
-    compression: (
-        Annotated[str, matching(r"zstd(:([1-9]|1\d|2[0-2]))?", "zstd, zstd:LEVEL (1 to 22) or null")] | None
-    ) = "zstd"
+    compression: Annotated[str, matching(r"zstd(:([1-9]|1\d|2[0-2]))?", "zstd, zstd:LEVEL (1 to 22) or null")] | None = (
+        "zstd"
+    )
     """`zstd`, or `zstd:LEVEL` (1 to 22). Null: no compression."""
 
     def problems(self, ranks: int) -> KeyProblems:

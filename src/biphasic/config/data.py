@@ -1,7 +1,5 @@
 """Schema of the `data:` section of a pretraining YAML: one dataset or a mix of several, and their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from posixpath import basename, join, normpath

@@ -1,7 +1,5 @@
 """Plan how much a pretraining run reads of each dataset, and warn if it would read some of it again."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Schema of an evaluation YAML (`job: evaluate`): keys, types, defaults and checks."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Schema of a fine-tuning YAML (`job: finetune`): keys, types, defaults and checks."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -154,9 +152,9 @@ class AnswerTokensConfig(_ScoredConfig):
     kind: Literal["answer_tokens"]
     text: Annotated[str, template("question", required="question")] = "Question: {question}\nContext: "
     """Template of the text before the context."""
-    metrics: Annotated[
-        list[Literal["token_f1", "f1", "exact_match", "character_f1"]], Field(min_length=1), distinct
-    ] = ["token_f1"]
+    metrics: Annotated[list[Literal["token_f1", "f1", "exact_match", "character_f1"]], Field(min_length=1), distinct] = [
+        "token_f1"
+    ]
     """Metrics in tables; the first counts in averages over tasks. `token_f1` (the paper): F1 of the positions inside the
     answer; the others are those of `question_answering`, of the longest run of tokens inside."""
 

@@ -72,9 +72,7 @@ def first_difference(first: History, second: History, overrides: Sequence[str] =
     """
     if constants := _constant_differences(first, second, overrides):
         return constants[0]
-    compared = (
-        _compare_parts(first, second, *parts, overrides) for parts in zip(first.parts, second.parts, strict=True)
-    )
+    compared = (_compare_parts(first, second, *parts, overrides) for parts in zip(first.parts, second.parts, strict=True))
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None

@@ -1,7 +1,5 @@
 """The weights of checkpoints in a mean of them, as numbers or by the decay that the mean equals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Schema and checks of a pretraining YAML's `model:` section, and the architecture that it describes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Name models, and find what distinguishes those of a study: size, objective, masking ratio, steps, continued model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A phase that doesn't name one of them has that of the phase before, and the first phase those of the run's own sections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from posixpath import normpath

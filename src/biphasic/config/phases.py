@@ -1,7 +1,5 @@
 """Schema of training phases and the learning-rate schedule, and their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """Compute the plan of a pretraining run: batches, phases, learning rates, checkpoints, memory and FLOPs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 `config.model`, `config.data` and `config.phases` contain the larger sections.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

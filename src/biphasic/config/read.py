@@ -1,7 +1,5 @@
 """Read YAML files with their `defaults:` and overrides, and record where each key was written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -81,9 +79,7 @@ class KeyTree:
         kind = "name" if re.fullmatch(r"objective\.phases\.\d+", key) else "kind"  # where a section's kind is written
         if not isinstance(old, dict) or not isinstance(new, dict) or _differ(old.get(kind), new.get(kind)):
             self.where = {
-                k: place
-                for k, place in self.where.items()
-                if (k == key and isinstance(old, dict)) or not within(k, key)
+                k: place for k, place in self.where.items() if (k == key and isinstance(old, dict)) or not within(k, key)
             }
             return deepcopy(new)
         for name, child in new.items():

@@ -1,7 +1,5 @@
 """The reference of all keys: types, limits, defaults and descriptions, from pydantic's JSON schemas."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from functools import cache

@@ -3,8 +3,6 @@
 `expand` makes a checked pretraining configuration for each model.
 """
 
-from __future__ import annotations
-
 import shlex
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -240,9 +238,7 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
     return configs
 
 
-def _expand(
-    study: StudyConfig, name: str, base: KeyTree, written: KeyTree, places: _Places, ranks: int
-) -> PretrainConfig:
+def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, places: _Places, ranks: int) -> PretrainConfig:
     tree, place = deepcopy(base), written.source(f"models.{name}")
     continued = study.continues.get(name)
     if continued is not None:

@@ -1,7 +1,5 @@
 """Schema of a sweep YAML (`job: sweep`): keys, types, defaults and checks."""
 
-from __future__ import annotations
-
 from posixpath import normpath
 from typing import Annotated, Any, Literal
 

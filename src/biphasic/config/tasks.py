@@ -1,7 +1,5 @@
 """Schema of a downstream-data YAML (`job: tasks`): keys, types, defaults and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

@@ -19,8 +19,6 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
     text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import closing

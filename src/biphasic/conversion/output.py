@@ -1,7 +1,5 @@
 """A conversion's output: read its records, lock it for writing, and publish finished work units as one dataset."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -88,8 +86,7 @@ def require_same_settings(
     `free_keys` and `FREE_KEYS` may differ, and a hub dataset's revision, because its commit is compared.
     """
     current, config = (
-        {**each, "source": {**each["source"], "revision": None}}
-        for each in (context.config.model_dump(mode="json"), config)
+        {**each, "source": {**each["source"], "revision": None}} for each in (context.config.model_dump(mode="json"), config)
     )
     different = [key for key in current if key not in (*FREE_KEYS, *free_keys) and config.get(key) != current[key]]
     own = tokenizer_record(context.tokenizer)
@@ -110,9 +107,7 @@ def require_same_files(record: dict[str, Any], output: str, files: list[SourceFi
 
 
 @contextmanager
-def lock_output(
-    context: ConversionContext, units: list[WorkUnit], commit: str | None
-) -> Iterator[tuple[Store, Records]]:
+def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str | None) -> Iterator[tuple[Store, Records]]:
     """Lock an output for this process, and yield its store and the records of units finished earlier, by unit name.
 
     `commit` is that of a hub dataset. A bucket is not locked, because two conversions with the same settings only do the

@@ -1,7 +1,5 @@
 """Describe a conversion: its plan, with an estimate from the files and a small sample of their text, and its result."""
 
-from __future__ import annotations
-
 import glob
 import time
 from pathlib import Path

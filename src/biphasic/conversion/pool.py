@@ -1,7 +1,5 @@
 """Run work units in this process, or on workers of this machine or a Ray cluster, and show the progress."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

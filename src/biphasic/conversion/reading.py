@@ -1,7 +1,5 @@
 """Read documents from Parquet (by row group, only the needed columns), and from JSON, CSV and plain text (by line)."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

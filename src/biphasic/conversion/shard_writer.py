@@ -1,7 +1,5 @@
 """Write rows to MDS shards: the bytes and index entries of Streaming's own writer, without importing Streaming and torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

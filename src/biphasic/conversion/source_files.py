@@ -1,7 +1,5 @@
 """The files of text that a conversion reads: their names, their compression, and the errors of reading them."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import posixpath

@@ -1,7 +1,5 @@
 """Find and inspect the files that a conversion reads, from folders, buckets or a hub dataset."""
 
-from __future__ import annotations
-
 import math
 import os
 import posixpath

@@ -1,7 +1,5 @@
 """What a conversion checks of its tokenizer: that transformers encodes alike, and names and text that it doesn't know."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Train a byte-level BPE tokenizer on the text that a conversion reads."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

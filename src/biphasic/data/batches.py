@@ -1,7 +1,5 @@
 """The batches of a run in their order, also when its phases read different data in batches of different sizes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Encode many texts: with `gigatoken`, several times faster, where it gives the ids of `tokenizers`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import time

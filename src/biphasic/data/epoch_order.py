@@ -3,8 +3,6 @@
 Streaming itself arranges the rows of all processes of all nodes in arrays of 53 bytes a row, on each node.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from streaming import StreamingDataset

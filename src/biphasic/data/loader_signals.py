@@ -1,7 +1,5 @@
 """Keep loader processes alive while a signal ends a run, because its last batch needs them, and end them with their rank."""
 
-from __future__ import annotations
-
 import atexit
 import mmap
 import multiprocessing

@@ -1,7 +1,5 @@
 """Read rows of MDS datasets: without Streaming's caches, and token ids that other programs have written."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

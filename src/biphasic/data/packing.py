@@ -180,9 +180,7 @@ def cut_position(seed: int, row: int, sequence_length: int, shortest: int) -> in
     return shortest + (word * (sequence_length - 2 * shortest + 1) >> 64)
 
 
-def pack(
-    documents: Iterable[Sequence[int]], length: int, *, pad_id: int = 0, window: int = 1024
-) -> list[dict[str, Tensor]]:
+def pack(documents: Iterable[Sequence[int]], length: int, *, pad_id: int = 0, window: int = 1024) -> list[dict[str, Tensor]]:
     """Pack documents into rows of `length` tokens, each document a segment, with best fit among `window` documents.
 
     A longer document is cut into full rows and a rest. Returns for each row `input_ids` int64 [length], with `pad_id` after

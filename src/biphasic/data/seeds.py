@@ -1,7 +1,5 @@
 """Seeds that depend on the run's seed and on what is drawn."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check that a dataset's shards exist and match their hashes, and raise errors that name the faulty shard."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

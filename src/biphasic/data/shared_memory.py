@@ -6,8 +6,6 @@ that share the folder see these locks although they don't see each other's proce
 process dies. Numbers are random, because Python's resource tracker may remove a killed job's names later.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os

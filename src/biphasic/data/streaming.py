@@ -1,7 +1,5 @@
 """Load packed rows from MDS shards with Streaming, and stack them into batches on the host."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

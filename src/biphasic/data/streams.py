@@ -1,7 +1,5 @@
 """Streams of rows: the splits that a run reads, how it reads them, and the records of the conversions that wrote them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Convert retrieval datasets to BEIR's layout (corpus, queries and relevance judgments) and to training pairs."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Read CSV and TSV files, SQuAD's own JSON, and files with a word and its label in each line, as in CoNLL-2003 and UNER."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

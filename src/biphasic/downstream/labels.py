@@ -4,8 +4,6 @@ A label is one of the dataset's label names, compared as text: 1, 1.0 and `1` ar
 no name is a number, or the dataset itself declares its names (`ClassLabel`), a whole number is a label's index from 0.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Texts are stored unchanged; fine-tuning adds the prompts (`Premise: …`). `task
 it is incomplete; until then, `task.started` marks the tables as written by Biphasic.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Write the tables of datasets for classification, regression, token labels and question answering."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress

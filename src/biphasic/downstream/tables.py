@@ -113,9 +113,7 @@ class Table:
         return tuple(replace(self, rows=split[part], is_drawn=True) for part in ("train", "test"))  # pyright: ignore
 
 
-def open_table(
-    config: DatasetConfig, split: str, columns: Sequence[str], keys: Mapping[str, str] | None = None
-) -> Table:
+def open_table(config: DatasetConfig, split: str, columns: Sequence[str], keys: Mapping[str, str] | None = None) -> Table:
     """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
 
     `keys` are the keys that name the columns, for messages. Raises a UserError if the dataset, configuration, split, file

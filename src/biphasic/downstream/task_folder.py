@@ -1,7 +1,5 @@
 """Read a prepared downstream dataset, its record and its tables, from a folder or a bucket."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

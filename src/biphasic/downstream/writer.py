@@ -1,7 +1,5 @@
 """The schemas of downstream datasets, and the writer of a task's folder."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cache of embeddings on disk, in blocks of documents, and what the ranks of an evaluation share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -77,9 +75,7 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("[0-9]*.npy"))
 
 
-def stored(
-    file: Path | None, shape: tuple[int, int], make: Callable[[], tuple[np.ndarray, int]]
-) -> tuple[np.ndarray, int]:
+def stored(file: Path | None, shape: tuple[int, int], make: Callable[[], tuple[np.ndarray, int]]) -> tuple[np.ndarray, int]:
     """Return the embeddings of this shape in a file, and how many of their texts were cut, which a file beside it has.
 
     If a file is missing or damaged, call `make` and store both there.

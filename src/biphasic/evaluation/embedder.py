@@ -1,7 +1,5 @@
 """Embed texts for evaluation, with an encoder and its stored settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Plan an evaluation: whether model and tasks are there, what is searched, and where the scores go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from biphasic.amounts import format_bytes

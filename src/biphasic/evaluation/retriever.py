@@ -1,7 +1,5 @@
 """Wrap a model for mteb: exact search over embeddings that the ranks compute together and cache on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

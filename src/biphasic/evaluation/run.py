@@ -1,7 +1,5 @@
 """Run `job: evaluate`: score an encoder by mteb's rules, together with BM25."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Score one system on one task by mteb's rules, with scores for each query, and show scores as a table."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Search embeddings exactly, write rankings in TREC's run format, and compute retrieval metrics with trec_eval."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re
@@ -90,9 +88,7 @@ class ExactTopK:
         longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
         return (block if self._cosine else (block / longest).nan_to_num()).float(), longest
 
-    def _choose(
-        self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pairs of a part of the queries and a block's documents that may be among the best: both numbers, int64
         [pairs], by query, and which queries, bool [queries], have too many, which are left out."""
         best, scale = self._best[part], (self._lengths[part] * longest)[:, None]
@@ -120,9 +116,7 @@ class ExactTopK:
             query = chosen // len(scaled)
         return query, chosen - query * len(scaled), many
 
-    def _pair_keys(
-        self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor, least: int
-    ) -> Tensor:
+    def _pair_keys(self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor, least: int) -> Tensor:
         """Return the keys of pairs, sorted by query, as int64 [queries of the part, most pairs of one], the rest `_EMPTY`.
 
         There are at least `least` columns. `block` is fp64 [documents, width]; `row` says which is a pair's document,
@@ -288,9 +282,7 @@ def _largest(best: Tensor, found: Tensor, width: int) -> Tensor:
 
 def _true_positions(mask: Tensor) -> Tensor:
     """Return where a flattened mask is true, int64. NumPy takes a tenth of PyTorch's time on the CPU."""
-    return (
-        torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.flatten().nonzero()[:, 0]
-    )
+    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.flatten().nonzero()[:, 0]
 
 
 def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Make mteb tasks from local datasets in BEIR's layout, from texts in memory, and from a task's judged documents."""
 
-from __future__ import annotations
-
 import logging
 import unicodedata
 from collections import Counter
@@ -67,9 +65,7 @@ def retrieval_task(
     _require_none(name, "judged queries are missing", judged - queries.keys())
     _require_none(name, "queries have no judgments (qrels)", queries.keys() - judged)
     chosen, ids = {split: qrels[split] for split in only or qrels}, set(corpus["id"][:])
-    graded = [
-        (query, id) for split in chosen.values() for query, grades in split.items() for id in grades if grades[id] > 0
-    ]
+    graded = [(query, id) for split in chosen.values() for query, grades in split.items() for id in grades if grades[id] > 0]
     without = {query for split in chosen.values() for query in split} - {query for query, id in graded if id in ids}
     _require_none(name, "queries have no relevant document in the corpus", without)
     splits = {

@@ -4,8 +4,6 @@
 empty prediction is correct (SQuAD v2.0's script).
 """
 
-from __future__ import annotations
-
 import math
 import re
 import string

@@ -1,7 +1,5 @@
 """Find the tasks of an evaluation: mteb's tasks and benchmarks, from the hub or a mirror, and local datasets."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import warnings

@@ -4,8 +4,6 @@ It loads with `trust_remote_code=True` in transformers from version `OLDEST` on.
 mask that the encoder was trained with. Flash and Flex attention are refused because they can't take such a mask.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Write an export's model card: of a pretrained model, of initial weights, or of a fine-tuned model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export fine-tuned models, with their heads if the format has a class for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The Python file makes the family's attention bidirectional. Its model type is se
 own model type would also load without that file, as a causal decoder.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

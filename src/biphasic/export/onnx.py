@@ -4,8 +4,6 @@ Packed attention can't be traced because it depends on the lengths in a batch. T
 padded batch: a mask excludes padding, and positions start at 0 at each text's first token.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,7 +1,5 @@
 """Upload an exported folder to the hub as one commit. Imports no PyTorch."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write a checkpoint, or the initial weights of a run, as a folder that other libraries load."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

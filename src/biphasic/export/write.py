@@ -1,7 +1,5 @@
 """Write exported folders for transformers and sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Split training examples into global batches and per-rank microbatches, in an order that the seed determines."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Fine-tuning to predict the label of a text, of a pair of texts, or of each word, or a number for a text or a pair."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections import Counter

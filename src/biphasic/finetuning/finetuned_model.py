@@ -1,7 +1,5 @@
 """Load a fine-tuned model with its task, and run it on new text by the training's own code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

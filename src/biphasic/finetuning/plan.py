@@ -1,7 +1,5 @@
 """Plan a fine-tuning: whether model and data are there and fit each other, and where the scores go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from biphasic.config.finetune import FinetuneConfig, TaskConfig

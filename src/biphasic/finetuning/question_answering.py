@@ -3,8 +3,6 @@
 By its first and last token, or, as in the paper, by labelling each token as inside or outside the answer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Results of a trial (one fine-tuning). Imports neither PyTorch nor Composer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

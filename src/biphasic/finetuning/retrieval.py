@@ -3,8 +3,6 @@
 The losses are contrastive, and distillation from a teacher's scores.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random
@@ -180,9 +178,7 @@ class Retrieval(FinetuneTask):
                 results += self.results(name, shown, by_split, folder.path, file)
         return results, files
 
-    def _embed(
-        self, model: TrainedModel, folder: TaskFolder, table: str, role: str, name: str
-    ) -> tuple[list[str], Tensor]:
+    def _embed(self, model: TrainedModel, folder: TaskFolder, table: str, role: str, name: str) -> tuple[list[str], Tensor]:
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
         columns = folder.read(table, table)
         length = self.scored_length
@@ -228,9 +224,7 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7).digest(), "big")
 
 
-def info_nce(
-    queries: Tensor, documents: Tensor, ids: Tensor, temperature: float, relevant: Tensor | None = None
-) -> Tensor:
+def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float, relevant: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of each query's own document among all documents of the global batch.
 
     This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With

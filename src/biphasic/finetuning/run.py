@@ -1,7 +1,5 @@
 """Run `job: finetune`: fine-tune one encoder on one task with one learning rate and one seed."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import asdict

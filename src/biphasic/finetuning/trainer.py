@@ -1,7 +1,5 @@
 """Train an encoder on a downstream task with Composer."""
 
-from __future__ import annotations
-
 import atexit
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Name, check and run a trial (one fine-tuning)."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -4,8 +4,6 @@ The decoder's layers call `attention`, which is registered with transformers as 
 the segments define which tokens attend to each other. All backends compute the same results, within rounding.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -84,9 +82,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention)
 
 
-def attention_arguments(
-    backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool
-) -> dict[str, Any]:
+def attention_arguments(backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
     """Return the keyword arguments of a backbone's forward that its layers pass on to `attention`.
 
     The backbone's `attention_backend`, if it has one, is the requested backend. `device` is the type of the tokens' device,
@@ -274,9 +270,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
     return F.embedding(dense.outputs, torch.cat(outputs)).unflatten(1, (heads, -1))[None]
 
 
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, is_token: Tensor | None = None
-) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, is_token: Tensor | None = None) -> Tensor:
     """Compute attention of padded segments; all tensors are [segments, heads, length, head_dim].
 
     `is_token` is bool [segments, 1, 1, length], false at padding; None without padding.
@@ -285,9 +279,7 @@ def _dense(
     if options.softcap is None and not 0 < options.window < length:
         # Causal attention needs no mask for padding, which comes after the tokens.
         mask = None if options.causal else is_token
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, options.dropout, options.causal, scale=options.scale
-        )
+        return F.scaled_dot_product_attention(query, key, value, mask, options.dropout, options.causal, scale=options.scale)
     mask = visibility_mask(length, options.causal, options.window, query.device)
     if is_token is not None:
         # Padding attends to itself, because a token that attends to nothing has no defined output.

@@ -1,7 +1,5 @@
 """Find the number of rows that fit in GPU memory by a few measurements. Imports torch only, for benchmarks/gpu.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Load a network from a checkpoint, a folder or the hub."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the weights and the run record of a checkpoint without a Trainer, and without running code from its pickles."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

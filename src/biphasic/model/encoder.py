@@ -1,7 +1,5 @@
 """Load encoders for fine-tuning and evaluation, and compute their hidden states and embeddings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

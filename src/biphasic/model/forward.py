@@ -3,8 +3,6 @@
 Imports torch only, so that benchmarks/gpu.py runs without other packages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

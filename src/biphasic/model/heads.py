@@ -1,7 +1,5 @@
 """Classification heads that fine-tuning trains on top of an encoder."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

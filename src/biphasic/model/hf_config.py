@@ -1,7 +1,5 @@
 """Read the Hugging Face configuration of a model, and identify its files. No network is built."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -3,8 +3,6 @@
 Imports torch and transformers only, so that benchmarks/gpu.py runs without other packages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here changes parameter names or, apart from rounding, results.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -4,8 +4,6 @@ Gradients are computed in the forward pass, while a chunk's logits are in memory
 matrix products, as many as with full logits. The idea is from fused kernels (cut-cross-entropy), here in plain PyTorch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

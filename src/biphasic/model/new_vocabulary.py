@@ -1,7 +1,5 @@
 """Fit a loaded model's embedding and head to the tokenizer of the data (`model.new_vocabulary`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

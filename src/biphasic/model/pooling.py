@@ -1,7 +1,5 @@
 """Pool hidden states to text embeddings, and read a model's sentence-transformers settings."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -70,9 +70,7 @@ class TextTokenizer:
     def _room(self, max_length: int) -> int:
         return max(max_length - len(self.prefix) - len(self.suffix), 0)
 
-    def tokenize_and_count(
-        self, texts: Sequence[str], max_length: int, title: str = ""
-    ) -> Iterator[tuple[list[int], int]]:
+    def tokenize_and_count(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[tuple[list[int], int]]:
         """Yield each text's token ids, and the number of tokens that were cut from its end.
 
         With a `title`, show a progress bar if this takes more than five seconds.

@@ -1,7 +1,5 @@
 """Compare two models on the same test sets: paired intervals and tests, and the examples that changed most."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +34,7 @@ def compare(first: ScoredModel, second: ScoredModel) -> dict[str, Any]:
     left_out = {model.place: model.left_out for model in (first, second)}
     if not shared:
         problem = "have no test set with stored predictions in common"
-        raise UserError(
-            f"the runs {problem}: predictions of {only}; none (other tasks, earlier versions) of {left_out}"
-        )
+        raise UserError(f"the runs {problem}: predictions of {only}; none (other tasks, earlier versions) of {left_out}")
     for name, metric in shared:
         scores = first.sets[name, metric], second.sets[name, metric]
         _require_same_data(f"{name}: {first.place} and {second.place}", *scores)

@@ -4,8 +4,6 @@ A metric is a function of values of examples, so that it can be computed on resa
 F1 a ratio of sums of counts, and Spearman's correlation ranks the numbers of each resample.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -141,9 +139,7 @@ def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str)
         examples = example_values(result, columns)
         scores.predictions[seed], scores.examples[seed] = columns, examples
         if not abs((score := float(examples.score(examples.values))) - result.test) <= _TOLERANCE:
-            raise UserError(
-                f"{store.root}/{file}: its {result.metric} is {score:.5f}, but {result.test:.5f} is recorded"
-            )
+            raise UserError(f"{store.root}/{file}: its {result.metric} is {score:.5f}, but {result.test:.5f} is recorded")
     result = next(iter(trials.values()))[1]
     model.sets[result.name.removesuffix(f" {result.metric}"), result.metric] = scores
 

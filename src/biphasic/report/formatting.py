@@ -1,7 +1,5 @@
 """Format numbers, tables and pages of reports as Markdown, HTML and CSV."""
 
-from __future__ import annotations
-
 import html
 import math
 import re

@@ -1,7 +1,5 @@
 """Write the report of a sweep or a study."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from biphasic.report.formatting import html_page

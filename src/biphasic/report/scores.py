@@ -6,8 +6,6 @@ Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `I
 A seed gives all models the same order of examples and thus some common noise, so models are compared seed by seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ There are few seeds, so intervals over seeds use Student's t distribution. Examp
 NaN means undefined, such as the interval of a single value, and isn't counted as a value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 <any folder>/sweep.json, trials/        a sweep (`job: sweep`); there may be several
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -259,9 +259,7 @@ def learning_curves(models: pd.DataFrame) -> pd.DataFrame:
 def continued_pretraining(models: pd.DataFrame) -> pd.DataFrame:
     """Decayed models, and models that continue them, by the additional steps."""
     chosen = models[models.final & models.continued_from.notna()]
-    chosen = chosen.assign(
-        line=chosen.kind + " from " + chosen.continued_from, x=chosen.total_steps - chosen.base_steps
-    )
+    chosen = chosen.assign(line=chosen.kind + " from " + chosen.continued_from, x=chosen.total_steps - chosen.base_steps)
     bases = chosen.drop_duplicates("line").assign(model=lambda rows: rows.continued_from, x=0)
     chosen = pd.concat([bases[bases.model.isin(models.model)], chosen]).sort_values("line", kind="stable")
     return chosen[_values(chosen, "line", "x") > 1]

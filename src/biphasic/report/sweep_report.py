@@ -1,7 +1,5 @@
 """Assemble the files of a sweep's report: its tables, CSVs and figure."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pandas as pd

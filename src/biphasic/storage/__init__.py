@@ -5,8 +5,6 @@ SDK (environment, configuration files, the instance's role). `filesystem` return
 ranges. S3 is written through boto3, because some stores refuse pyarrow's uploads (no Content-Length).
 """
 
-from __future__ import annotations
-
 from posixpath import join
 
 from biphasic.storage.azure import AzureStore

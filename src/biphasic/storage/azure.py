@@ -1,7 +1,5 @@
 """Read and write files in Azure containers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

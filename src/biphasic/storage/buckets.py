@@ -108,9 +108,7 @@ def _s3_client(**settings: Any) -> Any:
 
 
 @lru_cache
-def _shared_client(
-    process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **keys: Any
-) -> Any:
+def _shared_client(process: int, endpoint: str | None, region: str | None, attempts: int, mode: str, **keys: Any) -> Any:
     """Return a client for these settings; making one takes ten milliseconds. Its connections are this process's alone."""
     from botocore.config import Config
 
@@ -175,9 +173,7 @@ def _gcs(emulator: str | None) -> FileSystem:
         return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
     # Google's clients for other languages expect the variable without a scheme.
     parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
-    return GcsFileSystem(
-        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
-    )
+    return GcsFileSystem(anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Paths and URLs, JSON records, and files in local folders: read, atomically written and hashed."""
 
-from __future__ import annotations
-
 import functools
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Ask the Hugging Face hub whether a model is there, before libraries that retry for a minute are called."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 import time

@@ -1,7 +1,5 @@
 """Whether a store keeps the promises that checkpoints, locks and shards rely on."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Ways to start a study's runs: on this machine, through Slurm, or with a command."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex
@@ -49,9 +47,7 @@ def make_executor(study: StudyConfig, train: Callable[[Path], int] | None) -> Ex
     """Return the study's executor. `train` replaces the training on this machine."""
     if isinstance(study.executor, LocalExecutor):
         return ThisMachine(study.executor.processes, train)
-    return (
-        Slurm(study, study.executor) if isinstance(study.executor, SlurmExecutor) else Command(study.executor.command)
-    )
+    return Slurm(study, study.executor) if isinstance(study.executor, SlurmExecutor) else Command(study.executor.command)
 
 
 class ThisMachine(Executor):

@@ -1,7 +1,5 @@
 """Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +105,7 @@ def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
     return remaining_checkpoints(saved, kept, config.checkpoint.keep)
 
 
-def _architecture(
-    name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]
-) -> Architecture | None:
+def _architecture(name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]) -> Architecture | None:
     """Return a model's architecture, or that of the model it continues; None if it comes from outside the study."""
     continued = tree[name].continues
     return architecture_of(configs[name].model) if continued is None else _architecture(continued, tree, configs)

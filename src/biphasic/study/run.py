@@ -1,7 +1,5 @@
 """Run the pretraining of a study. Its state is read from the checkpoints alone, so any machine can start it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

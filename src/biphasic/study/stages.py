@@ -1,7 +1,5 @@
 """The stages after a study's pretraining: export, fine-tuning and scoring, by the same jobs as for single models."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Read the progress of a study's runs from their checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +57,7 @@ def require_own_folders(study: StudyConfig) -> None:
     for name in study.models if study.local_folder != study.folder else ():
         for file in (Path(study.local_folder, name, each) for each in ("config.yaml", RUN_FILE)):
             with user_errors(f"{file}: can't be read", yaml.YAMLError, LookupError, TypeError):
-                folder = (
-                    yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoint"]["folder"] if file.is_file() else None
-                )
+                folder = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoint"]["folder"] if file.is_file() else None
             if folder not in (None, study.checkpoints_of(name)):
                 raise UserError(
                     f"output {study.output}: {file.parent} is of the run that saves to {folder}: set another output"

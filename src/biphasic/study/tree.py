@@ -4,8 +4,6 @@ Two runs share their first N batches if they train them identically and N is at 
 Each shared beginning is trained once, by the first run that contains it; later runs start from its checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -140,9 +138,7 @@ def build_tree(
     return runs
 
 
-def _order(
-    lengths: Mapping[str, int], continues: Mapping[str, str], common: Mapping[tuple[str, str], int]
-) -> Iterator[str]:
+def _order(lengths: Mapping[str, int], continues: Mapping[str, str], common: Mapping[tuple[str, str], int]) -> Iterator[str]:
     placed: set[str] = set()
 
     def place(name: str) -> Iterator[str]:

@@ -7,8 +7,6 @@ Trials start seed by seed, and within a seed task by task, so that every model s
 that choose the learning rates come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -59,9 +57,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module:
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
     if module == TRIAL_MODULE:  # at once, since the module's imports take seconds
-        _check_pairs(
-            {(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values(), _require_inputs
-        )
+        _check_pairs({(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values(), _require_inputs)
     functions = import_module(module)
 
     def add(cell: Cell, trial_config: FinetuneConfig) -> None:

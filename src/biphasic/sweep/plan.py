@@ -3,8 +3,6 @@
 A device is a GPU, or a node without GPUs. Trials that run on it at the same time share its hours equally.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import fmean

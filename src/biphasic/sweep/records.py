@@ -8,8 +8,6 @@ Scores are from 0 to 1. A trial has a result for each test set of its task: MNLI
 MARCO is scored on three retrieval datasets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ The worker that ran a trial writes its record, so no finished trial is lost if t
 reads the records and resumes the sweep. A run lock ensures that a sweep has only one driver at a time.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import Counter

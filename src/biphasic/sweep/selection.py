@@ -8,8 +8,6 @@ choosing seeds has a record, the chosen rate has a score for each of these seeds
 better mean over its scored seeds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A worker writes the records of its trials, so no finished trial is lost if the d
 driver dies, so that they never train at the same time as a restarted sweep.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

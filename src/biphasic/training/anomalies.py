@@ -1,7 +1,5 @@
 """Record batches with NaN or Inf, and loss spikes, with the ids of their rows."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import deque
@@ -70,9 +68,7 @@ class SpikeDetector(Callback):
         if len(self._losses) >= _MIN_LOSSES and loss > _THRESHOLD * (median := statistics.median(self._losses)):
             logger.log_metrics({"loss/spike": loss / median})
             # Composer has counted the batch already.
-            self.anomalies.write(
-                state, {"anomaly": "spike", "loss": loss, "median": median}, int(state.timestamp.batch) - 1
-            )
+            self.anomalies.write(state, {"anomaly": "spike", "loss": loss, "median": median}, int(state.timestamp.batch) - 1)
         self._losses.append(loss)
 
     def state_dict(self) -> dict[str, Any]:

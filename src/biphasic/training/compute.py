@@ -1,7 +1,5 @@
 """Set up precision, attention, compilation and microbatch size as the YAML configures them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Build the loggers of a run, and write metrics as JSON lines."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import time

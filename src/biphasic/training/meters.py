@@ -1,7 +1,5 @@
 """Measure training throughput, model FLOPs utilization (MFU), memory, and the time spent waiting for data."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import resource
@@ -97,9 +95,7 @@ class Meters(Callback):
         rates = {f"throughput/{name}": value for name, value in _rates(self._window, self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
         if share > _MAX_WAIT_SHARE and is_first_rank():
-            advice = (
-                "raise data.num_workers or data.predownload, or use a larger data.cache_limit or a faster connection"
-            )
+            advice = "raise data.num_workers or data.predownload, or use a larger data.cache_limit or a faster connection"
             message = "the run waits for data: %.0f%% of the last %d steps' time; %s to the shards"
             _log.warning(message, 100 * share, _WINDOW, advice)
         self._window = []

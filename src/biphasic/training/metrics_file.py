@@ -1,7 +1,5 @@
 """Read the metrics that a run writes as JSON lines, and the scores along it. Imports neither torch nor Composer."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

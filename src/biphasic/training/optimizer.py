@@ -1,7 +1,5 @@
 """Build the optimizer, and set the learning rate of each batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choose between DDP and FSDP2, and configure Composer for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta

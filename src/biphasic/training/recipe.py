@@ -3,8 +3,6 @@
 Read it from top to bottom. `biphasic.training.step` shows what happens to each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keep the run record, which every checkpoint stores for loading, resuming and model cards."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

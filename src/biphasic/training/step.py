@@ -24,8 +24,6 @@ Validation follows the same path without gradients: `ObjectiveSwitch` at EVAL_BA
 `PretrainModel.eval_forward` and `update_metric`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

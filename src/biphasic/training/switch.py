@@ -1,7 +1,5 @@
 """The switch of objectives: which objective a batch has, its inputs and targets, and their number on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -83,9 +81,7 @@ class ObjectiveSwitch(Algorithm):
             spans = resolve_phases(self.phases, end)
             for each in spans:
                 if each.start.unit == each.end.unit and each.start.value >= each.end.value:
-                    raise UserError(
-                        f"phases: phase {each.index} begins at {each.start} and ends at {each.end} of {end}"
-                    )
+                    raise UserError(f"phases: phase {each.index} begins at {each.start} and ends at {each.end} of {end}")
             self._spans = end, spans
         return phase_at(self._spans[1], time)
 

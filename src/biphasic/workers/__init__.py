@@ -1,7 +1,5 @@
 """Worker processes on this machine or on a Ray cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 

@@ -1,7 +1,5 @@
 """Keep a number of worker processes running, and call methods of an object that each of them has created."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Workers as processes of this machine, forked by multiprocessing's fork server, which has imported their modules."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Workers as actors of a Ray cluster."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
