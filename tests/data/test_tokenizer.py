@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -158,3 +159,34 @@ print(tokenizer.sha256, tokenizer.encode(["rows"])[0] == AutoTokenizer.from_pret
         environment.pop("HF_HUB_OFFLINE", None)
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == [load_tokenizer(str(folder)).sha256, "False"]
+
+
+def test_a_sentencepiece_model_is_left_to_transformers_4(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Version 5 makes another tokenizer of it: findings/transformers5_reads_sentencepiece_models_otherwise.sh."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(b"")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    advice = "of a SentencePiece model .* with transformers 4"
+    with pytest.raises(UserError, match=f"has no tokenizer.json; .*{advice}"):
+        load_tokenizer(str(folder))
+    code = f"""
+from unittest.mock import patch
+from transformers import AutoTokenizer
+from biphasic.data.tokenizer import load_tokenizer
+made = AutoTokenizer.from_pretrained({str(tokenizer_folder)!r})
+made.vocab_file = "tokenizer.model"
+for result in ({{"side_effect": ValueError("no sentencepiece")}}, {{"return_value": made}}):
+    with patch.object(AutoTokenizer, "from_pretrained", **result):
+        try:
+            load_tokenizer("we/tokenizer")
+        except Exception as error:
+            print(type(error).__name__, error)
+"""
+    repository = Repository({"c0ffee": folder}, {"main": "c0ffee"})
+    with serve_hub({"we/tokenizer": repository}, tmp_path / "home") as environment:
+        environment.pop("HF_HUB_OFFLINE", None)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    without_library, with_it = run.stdout.splitlines()
+    assert re.match(f"UserError tokenizer we/tokenizer: .*none can be made .no sentencepiece.*{advice}", without_library)
+    assert re.match(f"UserError tokenizer we/tokenizer: .*only a SentencePiece model; .*{advice}", with_it)

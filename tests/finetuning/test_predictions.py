@@ -208,8 +208,8 @@ def test_rankings_are_those_of_sentence_transformers(
 def test_run_files() -> None:
     """Equal scores are in trec_eval's order; ids may have spaces; equal rankings give equal bytes."""
     ranking = {"q 1": best_documents({"a": 1.0, "b\t2": 2.5, "c%20": 1.0})}
-    content = trec_run(ranking, "x")
-    assert content == trec_run(ranking, "x")
+    content = trec_run(ranking)
+    assert content == trec_run(ranking)
     lines = gzip.decompress(content).decode().splitlines()
-    assert lines == ["q%201 Q0 b%092 1 2.5 x", "q%201 Q0 c%2520 2 1 x", "q%201 Q0 a 3 1 x"]
+    assert lines == ["q%201 Q0 b%092 1 2.5 biphasic", "q%201 Q0 c%2520 2 1 biphasic", "q%201 Q0 a 3 1 biphasic"]
     assert len(best_documents({str(number): 0.0 for number in range(300)})) == 100

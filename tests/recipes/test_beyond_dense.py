@@ -83,7 +83,7 @@ def ranking(pairs: Path) -> Path:
         relevant = [[(f"t{at}", 1.0)], [*others[:2], (f"t{at}", 0.1)], others[:4]]
         run[f"t{at}"] = relevant[at % 3]
     file = pairs.parent / "dense.run.gz"
-    file.write_bytes(trec_run(run, "biphasic"))
+    file.write_bytes(trec_run(run))
     return file
 
 
@@ -209,7 +209,7 @@ def test_a_run_file_is_read_in_its_order(dense_ranking: ModuleType, tmp_path: Pa
     read_trec_run = dense_ranking.read_trec_run
     run: Run = {"q2": [("b%201", 1.5), ("a 1\u3000", 1.5), ("c", -0.25)], "q 1": [("a", 0.125)]}
     file = tmp_path / "set-test.run.gz"
-    file.write_bytes(trec_run(run, "biphasic"))
+    file.write_bytes(trec_run(run))
     assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q 1"]
     file.write_text("q1 Q0 a 1 0.125 biphasic\n")
     with pytest.raises(OSError, match="Not a gzipped file"):

@@ -28,6 +28,10 @@ _SUBSTITUTES = {"bos": "cls_token", "eos": "sep_token"}
 """Special tokens that take a role in tokenizers of the BERT family, which name no token for it."""
 ADDED_MASK = "<|mask|>"
 """The mask token added to a tokenizer that has none; EuroBERT uses the same name."""
+_ADVICE = (
+    "make one with AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER), and name that folder; of a SentencePiece model "
+    "(….model) with transformers 4 and sentencepiece, because transformers 5 may encode with other tokens than the model"
+)
 # A byte-level token has a character for each byte: the byte's own if that is printable, else one above 255.
 _ALPHABET = sorted(ByteLevel.alphabet())
 _PRINTABLE = [ord(character) for character in _ALPHABET if ord(character) < 256]
@@ -219,9 +223,15 @@ def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
         if not (folder / _FILES[0]).is_file():
             from transformers import AutoTokenizer
 
-            # Without the argument, transformers asks on a terminal whether to run the repository's code.
-            AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            try:
+                # Without the argument, transformers asks on a terminal whether to run the repository's code.
+                made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+            except (ValueError, KeyError, ImportError) as error:
+                raise ValueError(f"no tokenizer.json, and none can be made ({first_line(error)}); {_ADVICE}") from None
+            if str(getattr(made, "vocab_file", "")).endswith(".model"):
+                raise ValueError(f"no tokenizer.json, only a SentencePiece model; {_ADVICE}")
+            made.save_pretrained(folder)
+    except (OSError, ValueError) as error:
         message = f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}"
         raise user_error(message, error) from None
 
@@ -229,8 +239,7 @@ def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
 def _read(folder: Path, source: str) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not os.path.isfile(file):
-        advice = "save it once with AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(…)"
-        raise UserError(f"tokenizer {source}: has no tokenizer.json; {advice}")
+        raise UserError(f"tokenizer {source}: has no tokenizer.json; {_ADVICE}")
     # tokenizers raises bare Exceptions
     with user_errors(f"tokenizer {source}: tokenizer.json can't be read", Exception):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))

@@ -123,7 +123,7 @@ def _record(
             row = {name: value for name, value in vars(split).items() if name not in _BY_QUERY}
             if split.ranking:
                 row["ranking"] = f"rankings/{key}-{split.subset}-{split.split}.run.gz"
-                store.write(row["ranking"], trec_run(split.ranking, "biphasic"))
+                store.write(row["ranking"], trec_run(split.ranking))
                 row["by_query"] = f"rankings/{key}-{split.subset}-{split.split}.parquet"
                 columns = query_columns(split.ranking, split.qrels, split.texts, {"ndcg_at_10": split.by_query})
                 store.write(row["by_query"], parquet_bytes(columns))

@@ -178,8 +178,8 @@ def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(scores.items(), key=lambda document: (document[1], document[0]), reverse=True)[:RANKED]
 
 
-def trec_run(run: Run, tag: str) -> bytes:
-    """Return a ranking in trec_eval's format, `query Q0 document rank score tag`, compressed by gzip.
+def trec_run(run: Run) -> bytes:
+    """Return a ranking in trec_eval's format, `query Q0 document rank score biphasic`, compressed by gzip.
 
     White space in an id is percent-encoded, because it separates the fields, and so is `%`. Scores have the nine digits of
     fp32. Equal rankings give equal bytes.
@@ -189,7 +189,7 @@ def trec_run(run: Run, tag: str) -> bytes:
         return re.sub(r"[\s%]", lambda character: quote(character[0]), name)
 
     lines = [
-        f"{field(query)} Q0 {field(document)} {rank} {score:.9g} {tag}\n"
+        f"{field(query)} Q0 {field(document)} {rank} {score:.9g} biphasic\n"
         for query, documents in run.items()
         for rank, (document, score) in enumerate(documents, start=1)
     ]

@@ -10,9 +10,9 @@ MARCO is scored on three retrieval datasets.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import TypeAdapter
 
 from biphasic.errors import UserError, first_line
 from biphasic.finetuning.records import DownstreamResult
@@ -67,15 +67,11 @@ class GridTask:
     """(task, name, metric) of each test set, as in `DownstreamResult`."""
 
 
-def _model_names(models: list[Any]) -> list[str]:
-    return [model["name"] if isinstance(model, dict) else model for model in models]  # older grids have objects
-
-
 @dataclass(frozen=True)
 class Grid:
     """The grid of a sweep and all its trials."""
 
-    models: Annotated[tuple[str, ...], BeforeValidator(_model_names)]
+    models: tuple[str, ...]
     tasks: tuple[GridTask, ...]
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
