@@ -71,21 +71,23 @@ def test_new_text_is_predicted_as_in_training(
     texts = table.select(["id", *{"text", "tokens", "question", "context"} & set(table.column_names)])
     pq.write_table(texts, "new.parquet")
     lines = [json.dumps(row) for row in texts.drop_columns("id").to_pylist()]
-    Path("new.jsonl").write_text("\n".join(lines) + "\n")
+    Path("new.2025.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["predict", str(folder / "model"), "new.parquet", "--out", "out.parquet"]) == 0
     assert f"{len(kept)} rows of new.parquet" in capsys.readouterr().out
     again = pq.read_table("out.parquet").to_pylist()
     assert [row["predicted"] for row in again] == [row["predicted"] for row in kept]
     assert [row["id"] for row in again] == [row["id"] for row in kept]
     np.testing.assert_allclose(flat(again), flat(kept), rtol=1e-5, atol=1e-5)
-    assert main(["predict", str(folder / "model"), "new.jsonl"]) == 0
-    lines = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
+    assert main(["predict", str(folder / "model"), "new.2025.jsonl"]) == 0
+    lines = [json.loads(line) for line in Path("new.2025-predictions.jsonl").read_text().splitlines()]
     assert lines == [{**row, "id": str(number)} for number, row in enumerate(again)]
     # In portions the same.
     monkeypatch.setattr("biphasic.finetuning.finetuned_model._ROWS_AT_ONCE", 33)
-    assert main(["predict", str(folder / "model"), "new.jsonl", "--out", "portions.jsonl"]) == 0
+    assert main(["predict", str(folder / "model"), "new.2025.jsonl", "--out", "portions.jsonl"]) == 0
     portions = [json.loads(line) for line in Path("portions.jsonl").read_text().splitlines()]
     assert [(row["id"], row["predicted"]) for row in portions] == [(row["id"], row["predicted"]) for row in lines]
+    assert main(["predict", str(folder / "model"), "new.parquet", "--out", "./new.parquet"]) == 2
+    assert "is the file with the texts" in capsys.readouterr().err and pq.read_table("new.parquet") == texts
 
 
 def test_a_model_that_other_software_trained_further_is_refused(

@@ -151,9 +151,12 @@ def predict(options: Namespace) -> int:
     FILE has the columns that the model's task reads: `text` (and `text_pair`), `tokens`, or `question` and `context`; and
     `id`, if rows should be found again by it.
     """
-    out = Path(options.out or f"{Path(options.file).name.split('.')[0]}-predictions.jsonl")
+    name = Path(options.file).name.removesuffix(".gz").removesuffix(".zst")
+    out = Path(options.out or f"{Path(name).stem}-predictions.jsonl")
     if out.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"--out {out}: expected a name that ends with .jsonl or .parquet")
+    if out.resolve() == Path(options.file).resolve():
+        raise UserError(f"--out {out}: is the file with the texts, which it would replace")
     from biphasic.finetuning.finetuned_model import predict_file
 
     rows = _write(out, predict_file(options.model, options.file, options.trust_remote_code))
