@@ -8,10 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Sequence, Value
 from seqeval.metrics import f1_score
 
+from biphasic.config.tasks import DatasetConfig
 from biphasic.downstream.labels import TagScheme
 from biphasic.downstream.prepare import prepare_task
+from biphasic.downstream.tables import open_table
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 
@@ -227,3 +230,66 @@ def test_several_labels_that_are_refused(tmp_path: Path, row: Any, keys: Any, me
     path.write_text(json.dumps({"text": "t", **row}) + "\n")
     with pytest.raises(UserError, match=message):
         multi(tmp_path, str(path), **keys)
+
+
+def named(names: list[str], in_lists: bool = False) -> Dataset:
+    """Rows with the dataset's own label names, each once."""
+    labels, text = list(range(len(names))), {"text": [f"text {at}" for at in range(len(names))]}
+    if in_lists:
+        features = Features({"tokens": Sequence(Value("string")), "label": Sequence(ClassLabel(names=names))})
+        return Dataset.from_dict({"tokens": [text["text"]], "label": [labels]}, features)
+    return Dataset.from_dict(
+        {**text, "label": labels}, Features({"text": Value("string"), "label": ClassLabel(names=names)})
+    )
+
+
+@pytest.mark.parametrize("kind", ["classification", "tokens"])
+def test_label_names_that_differ_between_splits_are_refused(tmp_path: Path, kind: str) -> None:
+    """As `class_encode_column` makes them of files of which one lacks a label."""
+    names = {"train": ["O", "B-LOC", "B-ORG"], "test": ["O", "B-ORG"]}
+    for split, given in names.items():
+        named(given, kind == "tokens").to_parquet(tmp_path / f"{split}.parquet")
+    columns = {"labels_column": "label"} if kind == "tokens" else {"text_column": "text"}
+    files = {split: [f"{tmp_path}/{split}.parquet"] for split in names}
+    splits = {"train": "train", "validation": "train", "test": "test"}
+    task = {"kind": kind, **columns, "source": {"files": files}, "splits": splits}
+    problem = f"the labels are O, B-ORG, but those of {tmp_path}/train.parquet are O, B-LOC, B-ORG"
+    with pytest.raises(UserError, match=f"test.parquet: .*'label': {problem}: expected the same names in the same order"):
+        prepare_task("it", one_task(tmp_path, task))
+    pq.write_table(pq.read_table(tmp_path / "test.parquet").replace_schema_metadata(None), tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="the labels are not named, but those of"):
+        prepare_task("it", one_task(tmp_path, task))
+
+
+@pytest.mark.parametrize("layout", ["files", "a folder of Parquet", "save_to_disk"])
+def test_label_names_that_differ_between_files_are_refused(tmp_path: Path, layout: str) -> None:
+    """The datasets library would cast the second file to the first one's names."""
+    first, second, folder = named(["neg", "pos"]), named(["pos", "neg"]), tmp_path / "set"
+    if layout == "save_to_disk":
+        DatasetDict(train=first, test=second).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        for name, rows in (("train-0", first), ("test-0", second)):
+            rows.to_parquet(folder / f"{name}.parquet")
+    source = {"files": {"test": [f"{folder}/train*", f"{folder}/test*"]}} if layout == "files" else {"path": str(folder)}
+    config = one_task(
+        tmp_path, {"kind": "classification", "text_column": "text", "source": source, "splits": {"test": "test"}}
+    )
+    kinds = [rf"ClassLabel\(names=\['{one}', '{two}'\]\)" for one, two in (("pos", "neg"), ("neg", "pos"))]
+    with pytest.raises(
+        UserError, match=f"test.*: column 'label' is {kinds[0]}, but in .*train.* it is {kinds[1]}: expected"
+    ):
+        prepare_task("it", config)
+
+
+def test_types_that_differ_between_parquet_files(tmp_path: Path) -> None:
+    """Booleans and numbers are refused, since 2 would be true; widths don't matter, nor a column of nulls."""
+    label = {"a": pa.array([True, False]), "b": pa.array([2, 0]), "c": pa.array([1, 2], pa.int8()), "d": pa.nulls(2)}
+    for name, values in label.items():
+        pq.write_table(pa.table({"text": ["x", "y"], "label": values}), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        UserError, match=r"b.parquet: column 'label' is number, but in .*a.parquet it is Value.'bool'.: expected"
+    ):
+        classified(tmp_path, {"test": str(tmp_path / "[ab].parquet")})
+    table = open_table(DatasetConfig(files={"a": [str(tmp_path / "[bcd].parquet")]}), "a", ["text", "label"])
+    assert table.rows["label"] == [2, 0, 1, 2, None, None]

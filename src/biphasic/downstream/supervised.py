@@ -56,9 +56,15 @@ def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable
     return rows
 
 
-def _named_labels(table: Table, column: str, given: list[str] | None, key: str) -> Labels | None:
+def _named_labels(tables: dict[str, Table], column: str, given: list[str] | None, key: str) -> Labels | None:
     """Return the labels that the dataset itself or `label_names` names, if one does; a UserError if they differ."""
+    table, *others = tables.values()
     declared = table.label_names(column)
+    for other in others:
+        if (names := other.label_names(column)) != declared:
+            shown, expected = (", ".join(each or ["not named"]) for each in (names, declared))
+            problem = f"the labels are {shown}, but those of {table.source} are {expected}"
+            raise UserError(f"{other.source}: {key}: {problem}: expected the same names in the same order")
     if declared is not None and given not in (None, declared):
         shown, expected = ", ".join(given or []), ", ".join(declared)
         raise UserError(f"{table.source}: label_names are {shown}, but the dataset says {expected}")
@@ -73,10 +79,10 @@ def _values(config: DatasetConfig, split: str, columns: list[str]) -> Iterator[t
             yield row["values"]
 
 
-def _read_label_names(writer: TaskWriter, task: ClassificationSet | MultiLabelSet, table: Table) -> Labels:
+def _read_label_names(writer: TaskWriter, task: ClassificationSet | MultiLabelSet, tables: dict[str, Table]) -> Labels:
     """Return the labels of `label_column`, named by the dataset, by `label_names` or by the values in all splits."""
-    column, key = task.label_column, f"label_column {task.label_column!r}"
-    if (labels := _named_labels(table, column, task.label_names, key)) is not None:
+    column, key, table = task.label_column, f"label_column {task.label_column!r}", next(iter(tables.values()))
+    if (labels := _named_labels(tables, column, task.label_names, key)) is not None:
         writer.label_names = labels.names
         return labels
 
@@ -123,8 +129,7 @@ def _write_labelled_texts(writer: TaskWriter, task: RegressionSet | MultiLabelSe
     names = dict(zip(("text", "text_pair"), columns, strict=False))
     columns += (task.label_columns if isinstance(task, MultiLabelSet) else None) or [task.label_column]
     tables = _tables(writer, task, columns)
-    first = next(iter(tables.values()))
-    target = _targets(writer, task, first)
+    target = _targets(writer, task, tables)
 
     def make(*values: Any) -> TableRow:
         row: TableRow = {"text": None, "text_pair": None, **dict(zip(names, values, strict=False))}
@@ -135,16 +140,16 @@ def _write_labelled_texts(writer: TaskWriter, task: RegressionSet | MultiLabelSe
     _write_splits(writer, task, tables, make, len(columns))
 
 
-def _targets(writer: TaskWriter, task: RegressionSet | MultiLabelSet, table: Table) -> Callable[..., TableRow]:
+def _targets(writer: TaskWriter, task: RegressionSet | MultiLabelSet, tables: dict[str, Table]) -> Callable[..., TableRow]:
     """Return the function that makes a row's target from the values of its label columns."""
     if isinstance(task, MultiLabelSet):
         if columns := task.label_columns:
             writer.label_names = list(columns)
             return lambda *values: {"labels": [at for at, value in enumerate(values) if _is_set(columns[at], value)]}
-        labels = _read_label_names(writer, task, table)
+        labels = _read_label_names(writer, task, tables)
         return lambda value: {"labels": sorted({labels.number(each) for each in _as_list(value, task.label_separator)})}
     if isinstance(task, ClassificationSet):
-        labels = _read_label_names(writer, task, table)
+        labels = _read_label_names(writer, task, tables)
         return lambda value: {"label": labels.number(value)}
     return lambda value: {"label": number(value, f"label_column {task.label_column!r}")}
 
@@ -161,7 +166,7 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     key = f"a label of labels_column {task.labels_column!r}"
     tables = _tables(writer, task, columns)
     table = next(iter(tables.values()))
-    if (labels := _named_labels(table, task.labels_column, task.label_names, key)) is not None:
+    if (labels := _named_labels(tables, task.labels_column, task.label_names, key)) is not None:
         scheme = TagScheme(labels.names, table.source)
         writer.label_names = scheme.bio_names(labels.names)
     else:

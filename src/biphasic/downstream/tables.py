@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -161,7 +162,40 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
     if files and isinstance(builder, Json) and not is_declared:
         return _json_table(files, source, columns)
+    if files and is_local_path(files[0]) and files[0].endswith((".parquet", ".arrow")):
+        first = next(iter(builder.config.data_files.values()))[0]  # the library casts all splits to its types
+        _require_one_type([first, *files], columns)
     return datasets.load_dataset(path, split=split, **options)
+
+
+def _require_one_type(files: list[str], columns: Sequence[str]) -> None:
+    """Raise a UserError if the first file has a column with another type or other label names than a later one.
+
+    The library casts columns to the types of the first file: a label's number would stand for another name, and 2 be true.
+    """
+    from datasets import Features
+
+    def types(file: str) -> dict[str, str]:
+        features = Features.from_arrow_schema(_schema(file))
+        shown = {name: repr(features.get(name, "missing")).replace("LargeList(", "List(") for name in columns}
+        shown = {name: re.sub(r"Value\('(large_)?string(_view)?'\)", "text", kind) for name, kind in shown.items()}
+        return {name: re.sub(r"Value\('(u?int|float)\d+'\)", "number", kind) for name, kind in shown.items()}
+
+    expected = types(files[0])
+    for file in files[1:]:
+        for name, found in types(file).items():
+            if found != expected[name] and "Value('null')" not in found:
+                problem = f"column {name!r} is {found}, but in {files[0]} it is {expected[name]}"
+                raise UserError(f"{file}: {problem}: expected the same in all files")
+
+
+def _schema(file: str) -> pa.Schema:
+    if file.endswith(".parquet"):
+        return parquet.read_schema(file)
+    with pa.memory_map(file) as stream:
+        read = pa.ipc.open_file if stream.read(6) == b"ARROW1" else pa.ipc.open_stream
+        stream.seek(0)
+        return read(stream).schema
 
 
 def _json_table(files: list[str], source: str, columns: Sequence[str]) -> Any:
@@ -207,6 +241,7 @@ def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns
         # The library's reader refuses a file without rows.
         if not (files := [file for file in files if parquet.read_metadata(file).num_rows]):
             raise UserError(f"{source}: has no rows")
+        _require_one_type(files, columns)
         return _from_files("parquet", files)
     if builder == "csv":
         separator = "\t" if _suffix(files[0]) == ".tsv" else ","
