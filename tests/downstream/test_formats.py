@@ -254,6 +254,25 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
         prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_files_with_other_columns_are_refused(tmp_path: Path, kind: str) -> None:
+    """Unless the column isn't used, also where both files fit in one block of rows."""
+    separator = "," if kind == "csv" else "\t"
+    for name, header, row in (("a", "sentence,label,x", "t,1,y"), ("b", "uid,sentence,label", "u,t,0")):
+        lines = "\n".join([header, *[row] * 600]).replace(",", separator)
+        (tmp_path / f"{name}.{kind}").write_text(lines + "\n")
+    first, second = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    task = {**TEXT, "id_column": "uid"}
+    for files, problem in (([first, second], "has a"), ([second, first], "has no")):
+        source = {"files": {"all": list(map(str, files))}}
+        with pytest.raises(UserError) as error:
+            prepare_task("it", one_task(tmp_path, {**task, "source": source, "splits": {"test": "all"}}))
+        expected = f"{files[1]}: {problem} column 'uid', unlike {files[0]}: expected the same columns in all files"
+        assert str(error.value) == expected
+    _, rows = prepared(tmp_path, TEXT, tmp_path / f"*.{kind}")
+    assert [row["label"] for row in rows] == [1] * 600 + [0] * 600
+
+
 def test_columns_have_no_effect_elsewhere(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": 0}])
     assert "columns has no effect on files of this kind" in refused(tmp_path, TEXT, Path(path), columns=["a"])

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,8 +230,6 @@ def _from_files(kind: str, files: list[str]) -> Any:
 
 def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns: Sequence[str]) -> Any:
     """Return the rows of local files as a dataset of the `datasets` library."""
-    import datasets
-
     files, builder = _local_files(patterns)
     if builder in ("json", "parquet"):
         if config.columns is not None:
@@ -248,8 +246,23 @@ def _read_files(config: DatasetConfig, source: str, patterns: list[str], columns
         read = functools.partial(table_rows, separator=separator, columns=config.columns, used=columns)
     else:
         read = functools.partial(column_rows, names=config.columns, columns=columns)
-    rows = itertools.chain.from_iterable(map(read, files))
-    if not (tables := [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]):
+    return _from_rows(files, read, source, columns)
+
+
+def _from_rows(files: list[str], read: Callable[[str], Iterator[TableRow]], source: str, columns: Sequence[str]) -> Any:
+    """Return the rows that `read` yields from each file as a dataset; a UserError if some files lack one of `columns`."""
+    import datasets
+
+    tables: list[pa.Table] = []
+    for file in files:
+        for group in groups_up_to(_BATCH_ROWS, read(file)):
+            tables.append(pa.Table.from_pylist(group))
+            expected, found = (set(columns) & set(table.column_names) for table in (tables[0], tables[-1]))
+            if found != expected:
+                name = min(found ^ expected)
+                problem = f"has {'a' if name in found else 'no'} column {name!r}, unlike {files[0]}"
+                raise UserError(f"{file}: {problem}: expected the same columns in all files")
+    if not tables:
         raise UserError(f"{source}: has no rows")
     return datasets.Dataset(pa.concat_tables(tables, promote_options="default"))
 
