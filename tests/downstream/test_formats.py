@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import zstandard
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_dataset
 
+from biphasic.config.tasks import DatasetConfig
+from biphasic.downstream import tables
 from biphasic.downstream.labels import TagScheme
 from biphasic.downstream.prepare import describe_record, prepare_task
 from biphasic.errors import UserError
@@ -311,6 +313,43 @@ def test_texts_in_a_folder_of_json_are_unchanged(tmp_path: Path, suffix: str) ->
         prepare_task("it", config)
         read = rows_of(tmp_path / name / "out" / "it", "test")
         assert [(row["text"], row["label"]) for row in read] == [("2020-01-01", 0), ("2020-01-02", 1)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("declared", [None, "string", "class_label"])
+def test_texts_in_a_folder_are_those_of_its_files(tmp_path: Path, kind: str, declared: str | None) -> None:
+    """A folder that is read by `path`, whose card may declare the columns; also after another program has read it."""
+    texts = {"csv": ["NA", "007", "null"], "tsv": ["NA", "007", '"open'], "jsonl": ["2020-01-01", "2020-01-02"]}[kind]
+    rows = [{"number": text, "sentence": text, "label": ["negative", "positive"][at % 2]} for at, text in enumerate(texts)]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    if kind == "jsonl":
+        jsonl(folder / "test.jsonl", rows)
+    else:
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        (folder / f"test.{kind}").write_text("".join(("," if kind == "csv" else "\t").join(line) + "\n" for line in lines))
+    if declared is not None:
+        label = "string" if declared == "string" else "\n      class_label:\n        names: {'0': positive, '1': negative}"
+        columns = [("number", "string"), ("sentence", "string"), ("label", label)]
+        features = "".join(f"\n  - name: {name}\n    dtype: {kind}" for name, kind in columns)
+        (folder / "README.md").write_text(f"---\ndataset_info:\n  features:{features}\n---\n")
+    load_dataset(str(folder), split="test", cache_dir=tables._cache_folder(folder))
+    given = None if declared == "class_label" else TEXT["label_names"]
+    task = {**TEXT, "label_names": given, "id_column": "number", "source": {"path": str(folder)}, "splits": {"test": "test"}}
+    names = prepare_task("it", one_task(tmp_path, task))["label_names"]
+    assert names == (["positive", "negative"] if declared == "class_label" else ["negative", "positive"])
+    read = [(row["id"], row["text"], names[row["label"]]) for row in rows_of(tmp_path / "out" / "it", "test")]
+    assert read == [(row["number"], row["sentence"], row["label"]) for row in rows]
+
+
+def test_a_card_s_separator_and_its_other_settings(tmp_path: Path) -> None:
+    """The separator holds for the own reader; a card that says more needs the library's."""
+    config = "configs:\n- config_name: default\n  data_files: [{split: test, path: te.csv}]\n  sep: ';'"
+    for more, text in (("", "NA"), ("\n  skiprows: 1", None)):
+        (tmp_path / "README.md").write_text(f"---\n{config}{more}\n---\n")
+        (tmp_path / "te.csv").write_text("skipped\n" * bool(more) + "sentence;label\nNA;1\na, b;0\n")
+        table = tables.open_table(DatasetConfig(path=str(tmp_path)), "test", ["sentence"])
+        assert table.rows["sentence"] == [text, "a, b"]
 
 
 def test_lines_of_json_may_differ(tmp_path: Path) -> None:

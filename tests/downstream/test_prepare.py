@@ -269,7 +269,12 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.mkdir()
     (script / "super_glue.py").write_text("raise SystemExit('ran a script')")
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for split in ("train", "validation"):
+        (tables / f"{split}.csv").write_text("idx,sentence,label\n" + "007,NA,0\n" * 20)
     repositories = {
+        "own/tables": Repository({commits[0]: tables}, {"main": commits[0]}),
         "aps/super_glue": Repository(
             {commits[0]: converted, "e" * 40: script}, {"refs/convert/parquet": commits[0], "main": "e" * 40}
         ),
@@ -285,6 +290,8 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
     with serve_hub(repositories, tmp_path / "home") as environment:
         command = run([str(YAML), "record", "squad", f"output={tmp_path / 'out'}", *overrides], environment)
         assert command.returncode == 0, command.stderr
+        csv = ["tasks.sst2.source={path: own/tables, name: null}", "tasks.sst2.label_names=['0', '1']"]
+        of_csv = run([str(YAML), "sst2", f"output={tmp_path / 'csv'}", *csv], environment)
         missing = run([str(YAML), "sst2", f"output={tmp_path / 'out'}"], environment)
         of_script = ["tasks.record.source={path: aps/super_glue}", *overrides[1:]]
         empty_home = {**environment, "HF_HOME": str(tmp_path / "other-home")}
@@ -293,6 +300,8 @@ def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
     assert record["commits"] == {"aps/super_glue": commits[0]}
     assert record["rows"] == {"validation": 1, "train": 19, "test": 20}
     assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {"rajpurkar/squad": commits[1]}
+    assert of_csv.returncode == 0, of_csv.stderr
+    assert rows_of(tmp_path / "csv" / "sst2", "test")[0] == {"id": "007", "text": "NA", "text_pair": None, "label": 0}
     assert refused.returncode == 2 and "give `revision: refs/convert/parquet` and its `files` there" in refused.stderr
     assert missing.returncode == 2
     assert missing.stderr.startswith("sst2: nyu-mll/glue, sst2, train: can't be read (")

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,8 @@ from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zlib.error)
-"""Errors of the readers; the last two of archives that are incomplete or damaged."""
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zlib.error, pa.ArrowException)
+"""Errors of the readers; EOFError and zlib's of archives that are incomplete or damaged."""
 _BATCH_ROWS = 1000
 _ONLY_SPLIT = "train"
 """Split name given to the `datasets` library, which reserves some names. A YAML's `files` may use any names."""
@@ -157,15 +158,38 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
     import datasets
     from datasets.packaged_modules.json.json import Json
 
-    builder: Any = datasets.load_dataset_builder(path, **options)
+    with tempfile.TemporaryDirectory() as empty:  # a cache has the types that the library read before as declared ones
+        builder: Any = datasets.load_dataset_builder(path, **{**options, "cache_dir": empty})
     files = (builder.config.data_files or {}).get(split, [])
-    is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
-    if files and isinstance(builder, Json) and not is_declared:
-        return _json_table(files, source, columns)
+    declared = {name: kind for name, kind in (builder.info.features or {}).items() if name in columns}
+    typed = {name: kind for name, kind in declared.items() if kind != datasets.Value("string")}
+    if files and isinstance(builder, Json) and builder.config.field is None:
+        rows = _json_table(files, source, columns)
+        if not typed:
+            return rows
+        values = rows[:]
+        return datasets.Dataset.from_dict({name: values[name] for name in declared}, datasets.Features(declared))
+    if files and _is_plain_csv(builder.config, files):
+        local = files if options["revision"] is None else datasets.DownloadManager().download(files)
+        read = functools.partial(table_rows, separator=builder.config.sep, columns=None, used=columns)
+        rows = _from_rows(local, read, source, columns)
+        for name in typed.keys() & set(rows.column_names):
+            rows = rows.cast_column(name, typed[name])
+        return rows
     if files and is_local_path(files[0]) and files[0].endswith((".parquet", ".arrow")):
         first = next(iter(builder.config.data_files.values()))[0]  # the library casts all splits to its types
         _require_one_type([first, *files], columns)
     return datasets.load_dataset(path, split=split, **options)
+
+
+def _is_plain_csv(config: Any, files: list[str]) -> bool:
+    """Return whether files are CSV or TSV, about which the dataset's card says no more than the separator."""
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    if not isinstance(config, CsvConfig) or {_BUILDERS.get(_suffix(file)) for file in files} != {"csv"}:
+        return False
+    read_otherwise = vars(CsvConfig(config.name, config.version, config.data_dir, config.data_files, config.description))
+    return len(config.sep) == 1 and vars(config) == {**read_otherwise, "sep": config.sep, "delimiter": config.delimiter}
 
 
 def _require_one_type(files: list[str], columns: Sequence[str]) -> None:
