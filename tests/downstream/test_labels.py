@@ -2,6 +2,7 @@
 
 import csv
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def test_a_label_is_the_same_in_every_kind_of_file(
         ([True, False], ["neg", "pos"], "row 1: the label .* is not one of neg, pos"),
         ([6, 1], ["1", "2", "3", "4", "5"], "row 1: the label .* is not one of 1, 2, 3, 4, 5$"),
         ([0, 1], ["1", "2"], "row 1: the label .* is not one of 1, 2$"),
+        ([1, 2], ["001", "002"], "row 1: the label .* is not one of 001, 002$"),
         ([2**40, 1], ["a", "b"], "row 1: the label .* is not one of a, b, nor an index from 0 to 1"),
         ([1e39, 1.0], ["a", "b"], "row 1: the label"),
         (["a", ""], ["a", "b"], "row 2: label_column 'label' is empty"),
@@ -99,6 +101,22 @@ def test_values_that_are_no_labels_are_refused(
     config = one_task(tmp_path, task)
     with pytest.raises(UserError, match=message):
         prepare_task("it", config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", [None, ["+1", "0010", "010", "10"]])
+def test_codes_with_leading_zeros_are_labels_of_their_own(tmp_path: Path, kind: str, names: list[str] | None) -> None:
+    """`+1` and `010` are texts in every program that writes them as such."""
+    file = write(tmp_path / f"a{kind}", ["010", "10", "0010", "+1", "10.0"])
+    _, named, numbers = classified(tmp_path, {"test": file}, label_names=names)
+    assert named == ["+1", "0010", "010", "10"] and numbers == [2, 3, 1, 0, 3]
+
+
+def test_decimal_labels(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [Decimal("1"), Decimal("2"), Decimal("1")])
+    assert classified(tmp_path / "whole", {"test": file})[1:] == (["1", "2"], [0, 1, 0])
+    file = write(tmp_path / "b.parquet", [Decimal("1.00"), Decimal("2.00")])
+    assert classified(tmp_path / "decimals", {"test": file})[1:] == (["1", "2"], [0, 1])
 
 
 def test_names_come_from_all_splits_and_those_without_training_are_told(tmp_path: Path) -> None:

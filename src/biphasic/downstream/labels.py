@@ -7,6 +7,7 @@ no name is a number, or the dataset itself declares its names (`ClassLabel`), a 
 import math
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 from biphasic.downstream.tables import InvalidRow
@@ -15,7 +16,8 @@ from biphasic.errors import UserError
 _MOST_NAMES = 1000
 """Number of different values above which a column doesn't hold labels."""
 _SHOWN = 6
-_WHOLE = re.compile(r"([+-]?\d+)(\.0+)?", re.ASCII)
+_WHOLE = re.compile(r"(-?(?:0|[1-9]\d*))(\.0+)?", re.ASCII)
+"""A number as programs write it. `007` and `+1` are codes, other labels than 7 and 1."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?", re.ASCII)
 _PREFIXED, _SUFFIXED = re.compile(r"([BIESULMW])[-_](.+)"), re.compile(r"(.+)[-_]([BIESULMW])")
 _BEGINS = "BSUW"
@@ -31,7 +33,7 @@ def label_text(value: Any, key: str = "the label") -> str:
     """
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         raise InvalidRow(f"{key} is empty")
-    if not isinstance(value, str | int | float):
+    if not isinstance(value, str | int | float | Decimal):
         raise InvalidRow(f"{key} is {value!r:.40}, neither a text nor a number")
     text = str(value)
     if isinstance(value, float) and value.is_integer():
@@ -77,7 +79,7 @@ class Labels:
         if repeated := [name for name, text in zip(names, texts, strict=True) if texts.count(text) > 1]:
             raise UserError(f"{source}: label_names: {' and '.join(repeated)} are the same label")
         self._numbers = {text: number for number, text in enumerate(texts)}
-        self._indexed = declared or not any(_WHOLE.fullmatch(text) for text in texts)
+        self._indexed = declared or not any(re.fullmatch(r"[+-]?\d+", text) for text in texts)
 
     def number(self, value: Any) -> int:
         """Return a label's number; an `InvalidRow` if it is not one of the names, or their index where that is allowed."""
