@@ -256,6 +256,16 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
         prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
+@pytest.mark.parametrize("header", [["sentence", "label"], ["Label", "Sentence"]])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "conll"])
+def test_names_for_a_file_with_a_header_are_refused(tmp_path: Path, kind: str, header: list[str]) -> None:
+    path = tmp_path / f"rows.{kind}"
+    path.write_text("".join({"csv": ",", "tsv": "\t", "conll": " "}[kind].join(row) + "\n" for row in (header, ["a", "1"])))
+    task = {**TOKENS, "labels_column": "label", "tokens_column": "sentence"} if kind == "conll" else TEXT
+    expected = f"{path}: the first row names the columns: expected no source.columns, or a file without this row"
+    assert refused(tmp_path, task, path, columns=["sentence", "label"]) == expected
+
+
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
 def test_files_with_other_columns_are_refused(tmp_path: Path, kind: str) -> None:
     """Unless the column isn't used, also where both files fit in one block of rows."""

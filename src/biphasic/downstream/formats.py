@@ -73,6 +73,8 @@ def table_rows(
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
             for row in rows:
+                if columns and start == 1:
+                    _require_no_header(file, row, columns)
                 if row and columns is None:
                     require_separator(f"{file}:{start}", row, separator)
                 if row and len(row) != len(columns or row):
@@ -86,6 +88,12 @@ def table_rows(
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"
             raise UserError(f"{file}:{start}: {problem}; quotation marks are text in a .tsv file") from None
+
+
+def _require_no_header(file: str, row: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise a UserError if the first row has the names in `source.columns`, in any order: it would be an example."""
+    if sorted(map(str.casefold, row)) == sorted(map(str.casefold, columns)):
+        raise UserError(f"{file}: the first row names the columns: expected no source.columns, or a file without this row")
 
 
 COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
@@ -137,6 +145,7 @@ def _read_layout(file: str, names: Sequence[str] | None, columns: Sequence[str])
         raise UserError(f"{file}: has {width} columns; expected {len(names)} columns, the names in source.columns")
     tokens, labels = int(names is None and width > 1 and numeric[0]), None
     if names is not None:
+        _require_no_header(file, split(rows[0]) if rows else [], names)
         places = {name: place for place, name in enumerate(names)}
         tokens, labels = places.get(columns[0], 0), places.get(columns[1]) if len(columns) > 1 else None
     elif tokens + 1 < width:
