@@ -455,6 +455,21 @@ def write_beir(folder: Path) -> dict[str, Any]:
     }
 
 
+def test_two_grades_of_a_document_are_refused(tmp_path: Path) -> None:
+    """Also where one of them is below `min_score`; equal ones stay."""
+    task = write_beir(tmp_path / "beir")
+    qrels = tmp_path / "beir" / "qrels" / "test.tsv"
+    lines = qrels.read_text()
+    qrels.write_text(f"{lines}q1\td1\t2.0\n")
+    assert prepare_task("it", one_task(tmp_path, task))["rows"]["qrels/test"] == 3
+    for again in ("q1\td1\t1", "q1\td2\t1"):
+        qrels.write_text(f"{lines}{again}\n")
+        query, document, _ = again.split("\t")
+        problem = f"judges document {document} for query {query} twice, with different grades"
+        with pytest.raises(UserError, match=f"test.tsv: {problem}$"):
+            prepare_task("it", one_task(tmp_path / document, task))
+
+
 def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
     """A query without a judgment is usually one of another split."""
     config = one_task(tmp_path, write_beir(tmp_path / "beir"))

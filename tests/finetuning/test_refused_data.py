@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from biphasic.downstream.prepare import prepare_task
@@ -72,6 +74,15 @@ def without_negatives(folder: Path) -> dict[str, Any]:
     return {"kind": "retrieval", "data": str(folder / "out" / "it"), "hard_negatives": 1}
 
 
+def two_grades(folder: Path) -> dict[str, Any]:
+    """As earlier versions of `biphasic tasks` wrote such judgments."""
+    data = without_negatives(folder)["data"]
+    judgments = pq.read_table(f"{data}/qrels/test.parquet")
+    other = judgments.slice(0, 1).set_column(2, "score", pa.array([2], pa.int32()))
+    pq.write_table(pa.concat_tables([judgments, other.cast(judgments.schema)]), f"{data}/qrels/test.parquet")
+    return {"kind": "retrieval", "data": data}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -82,6 +93,7 @@ def without_negatives(folder: Path) -> dict[str, Any]:
         (labels_of_an_older_set, "its labels are not BIO .O, LOC., which seqeval scores: prepare it again"),
         (no_split, "has no other .it has: "),
         (without_negatives, "task.hard_negatives: 10 of 40 pairs in .* have none"),
+        (two_grades, "qrels/test: judges document d0 for query q0 twice, with different grades"),
     ],
 )
 def test_plan_and_run_refuse_the_same_data(make: Any, message: str, toy: Path, tmp_path: Path) -> None:

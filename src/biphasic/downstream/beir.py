@@ -8,6 +8,7 @@ from biphasic.config.tasks import PairsConfig, QrelsConfig, RetrievalSet
 from biphasic.downstream.labels import number, whole_number
 from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow, require_strings
 from biphasic.downstream.writer import TaskWriter
+from biphasic.errors import UserError
 
 
 def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
@@ -28,6 +29,11 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
         columns = [config.query_column, config.list_column or config.document_column]
         table = writer.table(config, config.split, [*columns, *filter(None, [config.score_column])])
         judgments[split] = list(table.convert(partial(_judgments, config, writer.config.seed)))
+        grades = dict[tuple[str, str], int]()
+        for row in (row for row in judgments[split] if isinstance(row, dict)):
+            if grades.setdefault((row["query-id"], row["corpus-id"]), row["score"]) != row["score"]:
+                problem = f"judges document {row['corpus-id']} for query {row['query-id']} twice, with different grades"
+                raise UserError(f"{table.source}: {problem}")
     judged = [row for rows in judgments.values() for row in rows if isinstance(row, dict)]
     judged_queries = {row["query-id"] for row in judged}
     relevant_queries = {row["query-id"] for row in judged if row["score"] >= task.min_score}

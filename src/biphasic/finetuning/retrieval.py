@@ -154,9 +154,7 @@ class Retrieval(FinetuneTask):
             positions = {query: at for at, query in enumerate(queries)}
             metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
             for split in _judged_splits(folder):
-                qrels: search.Qrels = {}
-                for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
-                    qrels.setdefault(query, {})[document] = grade
+                qrels = _read_qrels(folder, split)
                 if missing := [query for query in qrels if query not in positions]:
                     problem = f"judges {len(missing)} queries that are missing, e.g. {missing[0]}"
                     raise UserError(f"{folder.path}/qrels/{split}: {problem}")
@@ -203,7 +201,9 @@ class Retrieval(FinetuneTask):
     def _scored_sets(self) -> dict[str, TaskFolder]:
         sets = {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
         for folder in sets.values():
-            if not _judged_splits(folder):
+            for split in (splits := _judged_splits(folder)):
+                _read_qrels(folder, split)
+            if not splits:
                 raise UserError(f"{folder.path}: has no judgments for validation or test (qrels), so nothing is scored")
         return sets
 
@@ -217,6 +217,16 @@ def titled_texts(columns: dict[str, list[Any]]) -> list[str]:
 
 def _judged_splits(folder: TaskFolder) -> list[str]:
     return [split for split in ("validation", "test") if f"qrels/{split}" in folder.record["rows"]]
+
+
+def _read_qrels(folder: TaskFolder, split: str) -> search.Qrels:
+    """Return the grades of a split's judgments; a UserError if a document has two grades for a query."""
+    qrels: search.Qrels = {}
+    for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
+        if qrels.setdefault(query, {}).setdefault(document, grade) != grade:
+            problem = f"judges document {document} for query {query} twice, with different grades"
+            raise UserError(f"{folder.path}/qrels/{split}: {problem}: prepare it again from a source without them")
+    return qrels
 
 
 def hash_text(text: str) -> int:
