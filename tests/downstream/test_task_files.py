@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from datasets import Dataset
 
@@ -171,6 +172,35 @@ def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str,
     if None in values:
         left = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]
         assert left["qrels/test"] == 2
+
+
+def test_missing_ids_and_those_of_pandas(tmp_path: Path) -> None:
+    """An id that is missing isn't the text None, and 1.0, of a column with gaps, is 1."""
+    ids = pd.Series([1, None, 3, 3.5])
+    pd.DataFrame({"text": list("wxyz"), "label": [0, 1] * 2, "id": ids}).to_parquet(tmp_path / "a.parquet")
+    task = {**LABELS, "source": {"files": {"all": [str(tmp_path / "a.parquet")]}}, "id_column": "id"}
+    prepare_task("it", one_task(tmp_path, {**task, "splits": {"test": "all"}}))
+    assert [row["id"] for row in rows_of(tmp_path / "out" / "it", "test")] == ["1", "all-1", "3", "3.5"]
+
+    texts = [{"_id": id, "text": f"text {id}"} for id in (1, None, float("nan"), "", "2")]
+    judgments = [{"query-id": one, "corpus-id": two, "score": 1} for one, two in ((1.0, 1), (2, 2.0), (None, 1), (1, None))]
+    names = {"texts": texts, "judgments": judgments}
+    files = {name: {"files": {"train": [jsonl(tmp_path / f"{name}.jsonl", rows)]}} for name, rows in names.items()}
+    task = {
+        "kind": "retrieval",
+        "corpus": files["texts"],
+        "queries": [files["texts"]],
+        "qrels": {"test": files["judgments"]},
+    }
+    record = prepare_task("it", one_task(tmp_path / "retrieval", task, max_invalid_share=0.8))
+    assert record["left_out"] == {
+        "queries": {"a query's id is empty": 3},
+        "corpus": {"a document's id is empty": 3},
+        "qrels/test": {"a judgment's query id is empty": 1, "a judgment's document id is empty": 1},
+    }
+    written = [rows_of(tmp_path / "retrieval" / "out" / "it", table) for table in ("queries", "corpus", "qrels/test")]
+    assert [[row["_id"] for row in rows] for rows in written[:2]] == [["1", "2"]] * 2
+    assert [(row["query-id"], row["corpus-id"]) for row in written[2]] == [("1", "1"), ("2", "2")]
 
 
 def test_values_of_unexpected_types_in_retrieval_sets(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from biphasic.config.tasks import PairsConfig, QrelsConfig, RetrievalSet
-from biphasic.downstream.labels import number, whole_number
+from biphasic.downstream.labels import id_text, number, whole_number
 from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow, require_strings
 from biphasic.downstream.writer import TaskWriter
 from biphasic.errors import UserError
@@ -42,24 +42,24 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     query_ids: set[str] = set()
     document_ids: set[str] = set()
 
-    def query(id: Any, text: Any) -> list[TableRow]:
-        if str(id) not in relevant_queries:
-            known = str(id) in judged_queries
-            raise UnusedRow("no document is relevant to it" if known else "no judgment in these splits")
-        if str(id) in query_ids:
+    def query(value: Any, text: Any) -> list[TableRow]:
+        if (id := _require_id(value, "a query's id")) not in relevant_queries:
+            raise UnusedRow("no document is relevant to it" if id in judged_queries else "no judgment in these splits")
+        if id in query_ids:
             raise UnusedRow("its id was read before")
         require_strings("a query's text", text)
-        query_ids.add(str(id))
-        return [{"_id": str(id), "text": text}]
+        query_ids.add(id)
+        return [{"_id": id, "text": text}]
 
-    def document(id: Any, *texts: Any) -> list[TableRow]:
-        if judged_documents is not None and str(id) not in judged_documents:
+    def document(value: Any, *texts: Any) -> list[TableRow]:
+        id = _require_id(value, "a document's id")
+        if judged_documents is not None and id not in judged_documents:
             raise UnusedRow("no judgment in these splits (judged_only)")
-        if str(id) in document_ids:
+        if id in document_ids:
             raise UnusedRow("its id was read before")
         require_strings("a document's text", *(text for text in texts if text is not None))  # a null is an empty text
-        document_ids.add(str(id))
-        return [{"_id": str(id), "title": "", "text": task.corpus.separator.join(filter(None, texts))}]
+        document_ids.add(id)
+        return [{"_id": id, "title": "", "text": task.corpus.separator.join(filter(None, texts))}]
 
     tables = [writer.table(part, part.split, [part.id_column, part.text_column]) for part in task.queries]
     rows = (row for table in tables for row in table.convert(query))
@@ -106,8 +106,15 @@ def _pairs(train: PairsConfig, names: list[str], query: Any, positive: Any, *oth
     return [{**pairs[0], "scores": [number(score, "a score") for score in scores]}]
 
 
+def _require_id(value: Any, what: str) -> str:
+    if not (text := id_text(value)):
+        raise InvalidRow(f"{what} is empty")
+    return text
+
+
 def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:
     """Return judgments with any score, of all queries or of one half of the queries (`config.half`)."""
+    query = _require_id(query, "a judgment's query id")
     if config.half is not None:
         # A query's half depends only on the seed and the query's id.
         digest = hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()
@@ -115,4 +122,5 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
             raise UnusedRow("its query is in the other half")
     grade = whole_number(score, f"score_column {config.score_column!r}")
     documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
-    return [{"query-id": str(query), "corpus-id": str(document), "score": grade} for document in documents]
+    documents = [_require_id(document, "a judgment's document id") for document in documents]
+    return [{"query-id": query, "corpus-id": document, "score": grade} for document in documents]

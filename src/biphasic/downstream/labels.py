@@ -43,6 +43,13 @@ def label_text(value: Any, key: str = "the label") -> str:
     return text.lower() if text.lower() in ("true", "false") else text
 
 
+def id_text(value: Any) -> str:
+    """Return an id as text, `1` also for 1.0 (from pandas, of a column with gaps); an empty text if it is missing."""
+    if value is None or value != value:  # NaN
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def number(value: Any, what: str) -> float:
     """Return a number that fp32 can hold, given as a number or, as in a CSV file, as text.
 

@@ -14,7 +14,7 @@ from biphasic.config.tasks import (
     SupervisedSet,
     TokensSet,
 )
-from biphasic.downstream.labels import Labels, TagScheme, label_text, number, read_names
+from biphasic.downstream.labels import Labels, TagScheme, id_text, label_text, number, read_names
 from biphasic.downstream.tables import InvalidRow, Table, TableRow, open_table, require_strings
 from biphasic.downstream.writer import TaskWriter
 from biphasic.errors import UserError
@@ -45,13 +45,13 @@ def _tables(writer: TaskWriter, task: SupervisedSet, columns: list[str]) -> dict
 
 
 def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable[..., list[TableRow]]:
-    """Add an id to each row: the value after the first `width` values or, without one, the split and row number."""
+    """Add an id to each row: the value after the first `width` values or, if it is missing, the split and row number."""
     numbers = itertools.count()
 
     def rows(*values: Any) -> list[TableRow]:
         row_number = next(numbers)
-        id = str(values[width]) if len(values) > width else f"{split}-{row_number}"
-        return [{"id": id, **make(*values[:width])}]
+        id = id_text(values[width]) if len(values) > width else ""
+        return [{"id": id or f"{split}-{row_number}", **make(*values[:width])}]
 
     return rows
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
 from biphasic.devices import rank_device, supports_bf16
+from biphasic.downstream.labels import id_text
 from biphasic.downstream.tables import Table, open_table
 from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
@@ -86,7 +87,7 @@ def _portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
                     raise UserError(f"{table.source}: row {row}: {name} is not {expected}: {value!r:.60}")
         numbers = range(first, first + len(columns[table.columns[0]]))
         ids = columns.get("id") or columns.get("_id") or numbers
-        yield [str(number if id is None else id) for number, id in zip(numbers, ids, strict=True)], columns
+        yield [id_text(id) or str(number) for number, id in zip(numbers, ids, strict=True)], columns
 
 
 def load_finetuned(
