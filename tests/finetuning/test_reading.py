@@ -3,6 +3,7 @@
 import string
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,3 +387,10 @@ def test_dropout_depends_on_the_batch_alone(toy: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(Classification, "count_targets", draw_and_count)
     trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba")
     assert run_trial(trial).about["loss"] == losses[0]
+
+
+def test_questions_without_an_answer_are_warned_of() -> None:
+    task: Any = SimpleNamespace(threshold=None, config=SimpleNamespace(name="q"))
+    with pytest.warns(UserWarning, match="q: 1 of 2 questions have no answer, but get one without task.unanswerable"):
+        scores = QuestionAnswering.metrics(task, [["a"], []], {"predicted": ["a", "b"]}, {})
+    assert scores["exact_match"] == 0.5

@@ -4,6 +4,7 @@ By its first and last token, or, as in the paper, by labelling each token as ins
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -116,6 +117,9 @@ class QuestionAnswering(PredictionTask):
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         if self.threshold is None:
+            if unanswered := sum(not texts for texts in gold):
+                problem = f"{unanswered:,} of {len(gold):,} questions have no answer, but get one without task.unanswerable"
+                warnings.warn(f"{self.config.name}: {problem}", stacklevel=2)
             return squad_scores(gold, answers["predicted"])
         scores = squad_scores(gold, answers["predicted"], answers["no_answer"], self.threshold)
         return {**scores, "no_answer_threshold": self.threshold}
