@@ -185,7 +185,9 @@ def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path
     names = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC]"
     with pytest.raises(UserError, match=r"label_names are O, I-PER, .*but the dataset says O, B-PER"):
         prepare_task("uner", config_of(sets, tmp_path, f"tasks.uner.label_names={names}"))
-    with pytest.raises(UserError, match="train: doesn't name its labels: give label_names, in the order"):
+    with pytest.raises(
+        UserError, match="train: labels_column 'ner' has no lists of names: if it has lists of numbers, give"
+    ):
         prepare_task("conll2003", config_of(sets, tmp_path, "tasks.conll2003.label_names=null"))
     # Named in another order than numbered: BIO breaks everywhere.
     wrong = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC, B-MISC, I-MISC]"

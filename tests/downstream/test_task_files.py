@@ -83,20 +83,27 @@ LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", 
             "the label 5 is not one of O, B-PER, I-PER, B-LOC, I-LOC, nor an index from 0 to 4",
         ),
         (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": 1}, f"{TYPE} (TypeError: 'int' object is not iterable)"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": 1}, "labels_column 'tags' is 1, which is not a list"),
+        (TOKENS, GOOD, {"tokens": "['Ann']", "tags": [1]}, """tokens_column 'tokens' is "['Ann']", which is not a list"""),
         (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "the answer's text is not at answer_start"),
         (ASK, ASKED, {**ASKED, "question": None}, "question_column 'question' is empty"),
         (
             ASK,
             ASKED,
             {**ASKED, "answers": {"text": None, "answer_start": []}},
-            f"{TYPE} (TypeError: 'NoneType' object is not iterable)",
+            "text is None, which is not a list",
         ),
         (
             ASK,
             ASKED,
-            {**ASKED, "answers": {"text": ["Ann"], "answer_start": ["7"]}},
-            f"{TYPE} (TypeError: '<' not supported between instances of 'str' and 'int')",
+            {**ASKED, "answers": {"text": ["Ann"], "answer_start": [None]}},
+            "answer_start: None is not a finite number of 32 bits",
+        ),
+        (
+            ASK,
+            ASKED,
+            {**ASKED, "answers": {"text": "A", "answer_start": [7]}},
+            "text is 'A', which is not a list",
         ),
         (
             LABELS,
@@ -121,6 +128,19 @@ def test_invalid_rows_are_left_out(
     record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.1))
     assert record["left_out"] == {"test": {why: 1}}
     assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
+
+
+def test_words_in_a_csv_file_are_refused(tmp_path: Path) -> None:
+    """It has no lists: the characters of a text aren't labels."""
+    path = tmp_path / "a.csv"
+    path.write_text('tokens,tags\n"[""Ann""]","[""O""]"\n')
+    task = {"kind": "tokens", "labels_column": "tags", "source": {"files": {"all": [str(path)]}}, "splits": {"test": "all"}}
+    with pytest.raises(
+        UserError, match=r"a.csv: labels_column 'tags' has no lists of names: if it has lists of numbers, give"
+    ):
+        prepare_task("it", one_task(tmp_path, task))
+    with pytest.raises(UserError, match=r"""labels_column 'tags' is '\["O"\]', which is not a list"""):
+        prepare_task("it", one_task(tmp_path, {**task, "label_names": ["O", "B-PER"]}))
 
 
 def test_an_invalid_row_is_shown_where_its_number_leads_nowhere(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from biphasic.config.tasks import (
     SupervisedSet,
     TokensSet,
 )
-from biphasic.downstream.labels import Labels, TagScheme, id_text, label_text, number, read_names
+from biphasic.downstream.labels import Labels, TagScheme, id_text, label_text, number, read_names, whole_number
 from biphasic.downstream.tables import InvalidRow, Table, TableRow, open_table, require_strings
 from biphasic.downstream.writer import TaskWriter
 from biphasic.errors import UserError
@@ -123,6 +123,12 @@ def _as_list(value: Any, separator: str | None) -> list[Any]:
     return value
 
 
+def _require_list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRow(f"{what} is {value!r:.40}, which is not a list")
+    return value
+
+
 def _write_labelled_texts(writer: TaskWriter, task: RegressionSet | MultiLabelSet) -> None:
     columns = [task.text_column, *filter(None, [task.text_pair_column])]
     texts = len(columns)
@@ -172,10 +178,11 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     else:
         splits = source.files if source.files and not source.path else set(task.splits.values())
         pairs = set[tuple[str, str]]()  # each label with the one before it
-        for tags in (tags or [] for split in splits for _, tags in _values(source, split, columns)):
+        for tags in (tags for split in splits for _, tags in _values(source, split, columns) if isinstance(tags, list)):
             pairs.update(itertools.pairwise(["O", *(tag for tag in tags if isinstance(tag, str))]))
         if not pairs:
-            raise UserError(f"{table.source}: doesn't name its labels: give label_names, in the order of their numbers")
+            problem = f"labels_column {task.labels_column!r} has no lists of names"
+            raise UserError(f"{table.source}: {problem}: if it has lists of numbers, give label_names in their order")
         scheme = TagScheme(dict.fromkeys(label for _, label in sorted(pairs)), table.source)
         names = {"O", *(scheme.to_bio(pair)[1] for pair in pairs)}
         writer.label_names = sorted(names, key=lambda name: (name != "O", name[2:], name))
@@ -184,8 +191,8 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     numbers = {name: at for at, name in enumerate(writer.label_names)}
 
     def make(tokens: Any, tags: Any) -> TableRow:
-        names = [labels.names[labels.number(tag)] for tag in tags or []]
-        if not tokens:
+        names = [labels.names[labels.number(tag)] for tag in _require_list(tags, f"labels_column {task.labels_column!r}")]
+        if not _require_list(tokens, f"tokens_column {task.tokens_column!r}"):
             raise InvalidRow("there are no tokens")
         if len(tokens) != len(names):
             raise InvalidRow("the numbers of labels and tokens differ")
@@ -213,7 +220,8 @@ def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) ->
 def _answers(answers: Any, context: str) -> TableRow:
     """Return answers in SQuAD's format, from this format or from texts. Each must be at its position in the context."""
     if isinstance(answers, dict) and answers.keys() >= {"text", "answer_start"}:
-        texts, starts = list(answers["text"]), list(answers["answer_start"])
+        texts, starts = _require_list(answers["text"], "text"), _require_list(answers["answer_start"], "answer_start")
+        starts = [whole_number(start, "answer_start") for start in starts]
     elif isinstance(answers, list) and all(isinstance(text, str) for text in answers):
         texts = list(dict.fromkeys(answers))
         starts = [context.find(text) for text in texts]
@@ -222,7 +230,8 @@ def _answers(answers: Any, context: str) -> TableRow:
     if len(texts) != len(starts):
         raise InvalidRow("the numbers of answers and their answer_start differ")
     for text, start in zip(texts, starts, strict=True):
-        if isinstance(start, bool) or not text or start < 0 or context[start : start + len(text)] != text:
+        require_strings("an answer's text", text)
+        if not text or start < 0 or context[start : start + len(text)] != text:
             raise InvalidRow("the answer's text is not at answer_start")
     return {"text": texts, "answer_start": starts}
 
