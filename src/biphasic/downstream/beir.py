@@ -1,6 +1,7 @@
 """Convert retrieval datasets to BEIR's layout (corpus, queries and relevance judgments) and to training pairs."""
 
 import hashlib
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,11 +30,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
         columns = [config.query_column, config.list_column or config.document_column]
         table = writer.table(config, config.split, [*columns, *filter(None, [config.score_column])])
         judgments[split] = list(table.convert(partial(_judgments, config, writer.config.seed)))
-        grades = dict[tuple[str, str], int]()
-        for row in (row for row in judgments[split] if isinstance(row, dict)):
-            if grades.setdefault((row["query-id"], row["corpus-id"]), row["score"]) != row["score"]:
-                problem = f"judges document {row['corpus-id']} for query {row['query-id']} twice, with different grades"
-                raise UserError(f"{table.source}: {problem}")
+        grades_by_query((tuple(row.values()) for row in judgments[split] if isinstance(row, dict)), table.source)
     judged = [row for rows in judgments.values() for row in rows if isinstance(row, dict)]
     judged_queries = {row["query-id"] for row in judged}
     relevant_queries = {row["query-id"] for row in judged if row["score"] >= task.min_score}
@@ -81,6 +78,15 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
             checked.append(row)
         used = sum(not isinstance(row, UnusedRow) for row in checked)
         writer.write(f"qrels/{split}", "qrels", checked, used)
+
+
+def grades_by_query(judgments: Iterable[tuple[Any, ...]], source: str) -> dict[str, dict[str, int]]:
+    """Return grades by query and document, from the three of each judgment; a UserError if two grades are of one pair."""
+    grades: dict[str, dict[str, int]] = {}
+    for query, document, grade in judgments:
+        if grades.setdefault(query, {}).setdefault(document, grade) != grade:
+            raise UserError(f"{source}: judges document {document} for query {query} twice, with different grades")
+    return grades
 
 
 def _pairs(train: PairsConfig, names: list[str], query: Any, positive: Any, *others: Any) -> list[TableRow]:

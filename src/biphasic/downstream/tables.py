@@ -159,26 +159,30 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
     from datasets.packaged_modules.json.json import Json
 
     with tempfile.TemporaryDirectory() as empty:  # a cache has the types that the library read before as declared ones
-        builder: Any = datasets.load_dataset_builder(path, **{**options, "cache_dir": empty})
-    files = (builder.config.data_files or {}).get(split, [])
+        builder = datasets.load_dataset_builder(path, **{**options, "cache_dir": empty})
+    config: Any = builder.config
+    by_split: dict[str, list[str]] = config.data_files or {}
+    files = by_split.get(split, [])
     declared = {name: kind for name, kind in (builder.info.features or {}).items() if name in columns}
     typed = {name: kind for name, kind in declared.items() if kind != datasets.Value("string")}
-    if files and isinstance(builder, Json) and builder.config.field is None:
+    if files and isinstance(builder, Json) and config.field is None:
         rows = _json_table(files, source, columns)
         if not typed:
             return rows
         values = rows[:]
         return datasets.Dataset.from_dict({name: values[name] for name in declared}, datasets.Features(declared))
-    if files and _is_plain_csv(builder.config, files):
+    if files and _is_plain_csv(config, files):
         local = files if options["revision"] is None else datasets.DownloadManager().download(files)
-        read = functools.partial(table_rows, separator=builder.config.sep, columns=None, used=columns)
+        read = functools.partial(table_rows, separator=config.sep, columns=None, used=columns)
         rows = _from_rows(local, read, source, columns)
         for name in typed.keys() & set(rows.column_names):
             rows = rows.cast_column(name, typed[name])
         return rows
-    if files and is_local_path(files[0]) and files[0].endswith((".parquet", ".arrow")):
-        first = next(iter(builder.config.data_files.values()))[0]  # the library casts all splits to its types
-        _require_one_type([first, *files], columns)
+    is_saved = bool(files) and Path(files[0]).with_name("state.json").is_file()  # by save_to_disk
+    if files and options["revision"] is None and (is_saved or _suffix(files[0]) == ".parquet"):
+        _require_one_type(
+            [*next(iter(by_split.values()))[:1], *files], columns
+        )  # all splits are cast to the first file's types
     return datasets.load_dataset(path, split=split, **options)
 
 
@@ -197,29 +201,19 @@ def _require_one_type(files: list[str], columns: Sequence[str]) -> None:
 
     The library casts columns to the types of the first file: a label's number would stand for another name, and 2 be true.
     """
-    from datasets import Features
+    from datasets import Dataset, Features
 
-    def types(file: str) -> dict[str, str]:
-        features = Features.from_arrow_schema(_schema(file))
-        shown = {name: repr(features.get(name, "missing")).replace("LargeList(", "List(") for name in columns}
-        shown = {name: re.sub(r"Value\('(large_)?string(_view)?'\)", "text", kind) for name, kind in shown.items()}
-        return {name: re.sub(r"Value\('(u?int|float)\d+'\)", "number", kind) for name, kind in shown.items()}
-
-    expected = types(files[0])
-    for file in files[1:]:
-        for name, found in types(file).items():
-            if found != expected[name] and "Value('null')" not in found:
+    expected: dict[str, str] = {}
+    for file in files:
+        is_parquet = _suffix(file) == ".parquet"
+        features = Features.from_arrow_schema(parquet.read_schema(file)) if is_parquet else Dataset.from_file(file).features
+        for name in columns:
+            found = repr(features.get(name, "missing")).replace("LargeList(", "List(")
+            found = re.sub(r"Value\('(large_)?string(_view)?'\)", "text", found)
+            found = re.sub(r"Value\('(u?int|float)\d+'\)", "number", found)
+            if found != expected.setdefault(name, found) and "Value('null')" not in found:
                 problem = f"column {name!r} is {found}, but in {files[0]} it is {expected[name]}"
                 raise UserError(f"{file}: {problem}: expected the same in all files")
-
-
-def _schema(file: str) -> pa.Schema:
-    if file.endswith(".parquet"):
-        return parquet.read_schema(file)
-    with pa.memory_map(file) as stream:
-        read = pa.ipc.open_file if stream.read(6) == b"ARROW1" else pa.ipc.open_stream
-        stream.seek(0)
-        return read(stream).schema
 
 
 def _json_table(files: list[str], source: str, columns: Sequence[str]) -> Any:

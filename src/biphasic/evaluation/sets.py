@@ -13,6 +13,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from biphasic.config.tasks import DatasetConfig
+from biphasic.downstream.beir import grades_by_query
 from biphasic.downstream.labels import whole_number
 from biphasic.downstream.tables import InvalidRow, open_table
 from biphasic.downstream.writer import SCHEMAS
@@ -158,10 +159,7 @@ def _read_qrels(folder: Path) -> dict[str, Qrels]:
         table = _read_file(file, SCHEMAS["qrels"])
         if not table.num_rows:
             raise UserError(f"{file}: has no rows")
-        qrels[split] = {}
-        for query, document, grade in zip(*table.to_pydict().values(), strict=True):
-            if qrels[split].setdefault(query, {}).setdefault(document, grade) != grade:
-                raise UserError(f"{file}: judges document {document} for query {query} twice, with different grades")
+        qrels[split] = grades_by_query(zip(*table.to_pydict().values(), strict=True), str(file))
     return qrels
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from biphasic.downstream.array_cache import Ragged
+from biphasic.downstream.beir import grades_by_query
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.evaluation import search
@@ -215,18 +216,13 @@ def titled_texts(columns: dict[str, list[Any]]) -> list[str]:
     return [". ".join(filter(None, pair)) for pair in zip(titles, texts, strict=True)]
 
 
+def _read_qrels(folder: TaskFolder, split: str) -> search.Qrels:
+    columns = folder.read(f"qrels/{split}", "qrels")
+    return grades_by_query(zip(*columns.values(), strict=True), f"{folder.path}/qrels/{split}")
+
+
 def _judged_splits(folder: TaskFolder) -> list[str]:
     return [split for split in ("validation", "test") if f"qrels/{split}" in folder.record["rows"]]
-
-
-def _read_qrels(folder: TaskFolder, split: str) -> search.Qrels:
-    """Return the grades of a split's judgments; a UserError if a document has two grades for a query."""
-    qrels: search.Qrels = {}
-    for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
-        if qrels.setdefault(query, {}).setdefault(document, grade) != grade:
-            problem = f"judges document {document} for query {query} twice, with different grades"
-            raise UserError(f"{folder.path}/qrels/{split}: {problem}: prepare it again from a source without them")
-    return qrels
 
 
 def hash_text(text: str) -> int:
