@@ -141,14 +141,17 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
         raise UserError(f"model {path}: {config.model_type} isn't supported: it has no max_position_embeddings")
     tokenizer = load_tokenizer(path, revision)
     settings = read_sentence_settings(path, revision)
-    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit, if there is one, doesn't.
-    limit = int(tokenizer.settings.get("model_max_length") or positions)
-    if limit >= positions:
-        limit = positions
-        # A family with rotary positions reserves none; its classes would take a second to import.
-        if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "rope_parameters", None):
-            with torch.device("meta"):
-                limit -= reserved_positions(AutoModel.from_config(config))
+    # A family with rotary positions reserves none and has no table of them; its classes would take a second to import.
+    has_table = not getattr(config, "rope_parameters", None)
+    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit should not, but some do.
+    if has_table and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        with torch.device("meta"):
+            positions -= reserved_positions(AutoModel.from_config(config))
+    limit = min(int(tokenizer.settings.get("model_max_length") or positions), positions)
+    if has_table and (settings.max_length or 0) > positions:
+        message = "model %s: texts are truncated to the %d tokens that it has positions for, below its max_seq_length of %d"
+        _log.warning(message, path, positions, settings.max_length)
+        settings = replace(settings, max_length=positions)
     # The paper's models were trained without the beginning-of-text token that their tokenizer, Llama 3's, adds.
     special = ((), ()) if is_papers(config_content(path, revision)) else tokenizer.prefix_and_suffix()
     limit, rope = settings.max_length or limit, rope_threshold(config.to_dict())

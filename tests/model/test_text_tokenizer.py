@@ -1,0 +1,49 @@
+"""An encoder's texts are tokenized as its files say, up to the tokens that it has positions for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from biphasic.model.encoder import load_encoder
+from helpers.families import bert_tokenizer
+
+SIZES: dict[str, Any] = {"vocab_size": 65, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "intermediate_size": 48, "max_position_embeddings": 34, "type_vocab_size": 1}  # fmt: skip
+
+
+def write_encoder(folder: Path, family: str, **settings: Any) -> Path:
+    """Write a small encoder whose padding is token 0, with settings of its tokenizer."""
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(family, **SIZES, pad_token_id=0)).save_pretrained(folder)
+    bert_tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+@pytest.mark.parametrize(("family", "positions"), [("bert", 34), ("roberta", 33), ("mpnet", 32)])
+@pytest.mark.parametrize(
+    ("max_seq_length", "model_max_length"), [(34, 34), (40, 20), (None, 33), (None, 34), (None, int(1e30)), (20, 34)]
+)
+def test_texts_are_cut_where_positions_end(
+    family: str,
+    positions: int,
+    max_seq_length: int | None,
+    model_max_length: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """RoBERTa's and MPNet's count includes reserved ones, which files often don't subtract."""
+    folder = write_encoder(tmp_path / family, family, model_max_length=model_max_length)
+    if max_seq_length is not None:
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_seq_length}))
+    encoder = load_encoder(str(folder))
+    [ids] = encoder.tokenize(["w1 " * 50])
+    assert len(ids) == min(max_seq_length or model_max_length, positions)
+    assert encoder.embed([ids]).isfinite().all()
+    is_named = f"texts are truncated to the {positions} tokens that it has positions for" in caplog.text
+    assert is_named == ((max_seq_length or 0) > positions)
