@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModel
 
 from biphasic.model.encoder import load_encoder
+from helpers.cls_tokenizers import AROUND
 from helpers.families import bert_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 65, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,3 +49,29 @@ def test_texts_are_cut_where_positions_end(
     assert encoder.embed([ids]).isfinite().all()
     is_named = f"texts are truncated to the {positions} tokens that it has positions for" in caplog.text
     assert is_named == ((max_seq_length or 0) > positions)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, ""),
+        ({"do_lower_case": False}, "it makes"),
+        ({"strip_accents": False}, "Éc"),
+        ({"tokenize_chinese_chars": False}, "你"),
+        ({"post_processor": None}, '"[CLS]"'),
+    ],
+)
+def test_a_tokenizer_that_autotokenizer_reads_otherwise_is_named(
+    settings: dict[str, Any], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' classes make their own tokenizer from settings, and sentence-transformers uses that."""
+    folder = write_encoder(tmp_path / "bert", "bert", tokenizer_class="BertTokenizer", **settings)
+    characters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ecoleheqikbrwnfx你好世界"]
+    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(characters)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    if "post_processor" not in settings:
+        tokenizer.post_processor = AROUND
+    tokenizer.save(str(folder / "tokenizer.json"))
+    load_encoder(str(folder))
+    message = "AutoTokenizer (BertTokenizer), with which a model's users encode, does not do what its tokenizer.json says"
+    assert (message in caplog.text) == bool(named) and named in caplog.text

@@ -1,23 +1,17 @@
 """What a conversion checks of its tokenizer: that transformers encodes alike, and names and text that it doesn't know."""
 
-import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from biphasic.config.convert import ConvertConfig
+from biphasic.data.same_encoding import encoding_difference, listed_names
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError, first_line
-from biphasic.storage import is_folder, is_remote
+from biphasic.errors import UserError
 
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that read tokenizer.json as it is. Others may replace its normalizer and pre-tokenizer."""
-_COMPARED_CHARACTERS, _TEXT_CHARACTERS = 400_000, 80
 _SHORTEST_NAME, _NAMED = 3, 5
 _MUCH_UNKNOWN = 0.05
 
@@ -43,7 +37,7 @@ class TextChecks:
         self._unknown_id = tokenizer.unknown_id
         # Shorter names, such as `!` where it is the padding, are ordinary text.
         names = {str(tokenizer.tokenizer.id_to_token(token)) for token in tokenizer.special_ids}
-        names = {name for name in names | _listed_names(tokenizer, "special") if len(name) >= _SHORTEST_NAME}
+        names = {name for name in names | listed_names(tokenizer, "special") if len(name) >= _SHORTEST_NAME}
         self._beginnings = {name[:2] for name in names}
         self._names = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         self._special_names: Counter[str] = Counter()
@@ -85,72 +79,6 @@ def text_warnings(checks: dict[str, Any]) -> list[str]:
 
 
 def require_same_encoding(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Raise a UserError if AutoTokenizer, with which a model's users encode, encodes a text otherwise; it shows the part.
-
-    Names of special tokens are plain text in both. Nothing is compared where AutoTokenizer can only read tokenizer.json as
-    it is, or can't load the tokenizer at all.
-    """
-    if _is_plain(tokenizer) or (auto := _load(tokenizer)) is None:
-        return
-    compared = 0
-    for text in texts:
-        for start in range(0, len(text), _TEXT_CHARACTERS):
-            part = text[start : start + _TEXT_CHARACTERS]
-            [ours], theirs = tokenizer.encode([part]), _encode(auto, part)
-            if ours != theirs:
-                raise UserError(
-                    f"tokenizer {tokenizer.source}: AutoTokenizer ({type(auto).__name__}), with which a model's users "
-                    f"encode, does not do what its tokenizer.json says: of {part!r} it makes {_shown(auto, theirs)}, and "
-                    f"tokenizer.json {_shown(tokenizer.tokenizer, ours)}; name a copy on which both agree: the folder of "
-                    "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER), or one whose tokenizer_config.json has "
-                    "tokenizer_class: PreTrainedTokenizerFast and no settings but the names of special tokens"
-                )
-            compared += len(part)
-            if compared > _COMPARED_CHARACTERS:
-                return
-
-
-def _listed_names(tokenizer: Tokenizer, kind: str | None = None) -> set[str]:
-    """Return the added tokens that tokenizer_config.json lists (`special` ones); tokenizer.json may lack some."""
-    listed = (tokenizer.settings.get("added_tokens_decoder") or {}).values()
-    return {token["content"] for token in listed if isinstance(token, dict) and (kind is None or token.get(kind))}
-
-
-def _is_plain(tokenizer: Tokenizer) -> bool:
-    """Return whether AutoTokenizer certainly reads tokenizer.json as it is."""
-    added, place = tokenizer.tokenizer.get_added_tokens_decoder().values(), tokenizer.source
-    others = _listed_names(tokenizer) - {token.content for token in added}
-    has_model = not is_remote(place) and (not is_folder(place) or Path(place, "config.json").is_file())
-    return tokenizer.settings.get("tokenizer_class") in _PLAIN_CLASSES and not others and not has_model
-
-
-def _load(tokenizer: Tokenizer) -> Any:
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        place = tokenizer.source
-        if is_remote(place):
-            tokenizer.save(Path(folder))
-            place = folder
-        try:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        except Exception as error:  # of a class without its package, or of the repository's own code
-            reason = f"not compared with AutoTokenizer, which can't load it ({first_line(error)})"
-            print(f"tokenizer {tokenizer.source}: {reason}")
-            return None
-
-
-def _encode(auto: Any, text: str) -> list[int]:
-    backend = getattr(auto, "backend_tokenizer", None)
-    if backend is None:  # one without the tokenizers library
-        return auto.encode(text, add_special_tokens=False, split_special_tokens=True)
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    if getattr(backend.model, "dropout", None):
-        backend.model.dropout = None
-    return backend.encode(text, add_special_tokens=False).ids
-
-
-def _shown(tokenizer: Any, ids: list[int]) -> str:
-    name = getattr(tokenizer, "id_to_token", None) or tokenizer.convert_ids_to_tokens
-    return json.dumps([name(token) for token in ids], ensure_ascii=False)
+    """Raise a UserError if AutoTokenizer, with which a model's users encode, encodes a text otherwise; it shows the part."""
+    if (difference := encoding_difference(tokenizer, texts, add_special_tokens=False)) is not None:
+        raise UserError(difference)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from biphasic.data.same_encoding import TELLING_TEXTS
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
@@ -29,10 +30,6 @@ SHARD_BYTES = 5_000_000_000
 
 _NO_PAIR = "[this model was trained on one text of both: README.md has it]"
 _PLAIN_SETTINGS = ("model_max_length", "model_input_names", "clean_up_tokenization_spaces", "padding_side")
-_COMPARED_TEXTS = (
-    "The quick Brown fox doesn't jump  over 12,345 DOGS in 2026;\tit's (nearly)\r\n\n    3.14 o'clock, x_1!=0. ",
-    "École naïve straße ﬁne İstanbul ΟΔΟΣ e\u0301 \uff46\uff55 \u00a0 «Привет, мир» 你好,世界。東京タワー 안녕 مرحبا 👍🏽",
-)
 
 
 def _fill(network: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, origin: str) -> None:
@@ -138,7 +135,7 @@ def _keep_encoding(folder: Path) -> None:
 
     written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     size = written.get_vocab_size()
-    texts = [*_COMPARED_TEXTS, written.decode(list(range(0, size, max(size // 200, 1))))]
+    texts = [*TELLING_TEXTS, written.decode(list(range(0, size, max(size // 200, 1))))]
     with suppress(Exception):  # a class without its package, or with its own code
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         pair = loaded("a", "b").input_ids == written.encode("a", "b").ids

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from biphasic.data.same_encoding import TELLING_TEXTS, encoding_difference
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import length_batches
@@ -18,7 +19,7 @@ from biphasic.model.hf_config import config_content, is_decoder_export, is_paper
 from biphasic.model.pooling import Pooling
 from biphasic.model.probe import is_bidirectional, sees_padding, switch_to_packed_attention
 from biphasic.model.segments import Segments
-from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer
+from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer, lowercased
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +124,9 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     if tokens > embeddings:
         counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
         raise UserError(f"model {path}: {counts}: they don't belong together")
+    texts = [lowercased(text) if text_tokenizer.settings.lowercase else text for text in TELLING_TEXTS]
+    if (difference := encoding_difference(tokenizer, texts, add_special_tokens=True, revision=revision)) is not None:
+        _log.warning("%s", difference)
     encoder = Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
     if not encoder.is_packed and sees_padding(backbone, tokenizer.pad_id):
         _log.warning("model %s: a text's hidden states depend on padding, and so on the other texts of its batch", path)
