@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from biphasic.export.finetuned import export_finetuned
 from biphasic.model.encoder import load_encoder
 from helpers.cls_tokenizers import AROUND
 from helpers.families import bert_tokenizer
@@ -75,3 +76,25 @@ def test_a_tokenizer_that_autotokenizer_reads_otherwise_is_named(
     load_encoder(str(folder))
     message = "AutoTokenizer (BertTokenizer), with which a model's users encode, does not do what its tokenizer.json says"
     assert (message in caplog.text) == bool(named) and named in caplog.text
+
+
+@pytest.mark.parametrize("is_in_settings", [True, False])
+def test_a_tokenizer_that_cuts_the_beginning_is_named_and_its_export_cuts_the_end(
+    is_in_settings: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"truncation_side": "left"} if is_in_settings else {}
+    folder, out = write_encoder(tmp_path / "bert", "bert", model_max_length=6, **settings), tmp_path / "out"
+    if not is_in_settings:
+        file = str(folder / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(file)
+        tokenizer.enable_truncation(6, direction="left")
+        tokenizer.save(file)
+    assert AutoTokenizer.from_pretrained(folder).truncation_side == "left"
+    encoder = load_encoder(str(folder))
+    assert "long texts are cut at their end, although its tokenizer's truncation_side is left" in caplog.text
+    export_finetuned(encoder, torch.nn.Identity(), None, out, lambda **_: "", prompts={}, max_length=6)
+    text = "w1 w2 w3 w4 w5 w6"
+    assert AutoTokenizer.from_pretrained(out)(text, truncation=True).input_ids == encoder.tokenize([text])[0]
+    caplog.clear()
+    load_encoder(str(out))
+    assert not caplog.text

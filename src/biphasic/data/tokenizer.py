@@ -243,6 +243,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
     # tokenizers raises bare Exceptions
     with user_errors(f"tokenizer {source}: tokenizer.json can't be read", Exception):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    side = (tokenizer.truncation or {}).get("direction")
     # Texts are encoded completely, and rows are padded after packing, whatever the saved settings say.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -252,7 +253,8 @@ def _read(folder: Path, source: str) -> Tokenizer:
         dropout = round(dropout, 6)  # the library keeps it in fp32
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
     named = _json(folder / "special_tokens_map.json", source).items()
-    settings = {key: value for key, value in named if key.endswith("_token")}
+    settings = {"truncation_side": side} if side == "left" else {}  # as AutoTokenizer takes it
+    settings |= {key: value for key, value in named if key.endswith("_token")}
     settings |= _json(folder / "tokenizer_config.json", source)
     ids: dict[str, int | None] = {}
     for role in _ROLES:

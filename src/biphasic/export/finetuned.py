@@ -119,6 +119,7 @@ def export_finetuned(
 def _older_settings(settings: dict[str, Any], max_length: int) -> dict[str, Any]:
     """Return the content of tokenizer_config.json, with what only transformers 5 reads as both generations read it."""
     settings = {**settings, "model_max_length": max_length}
+    settings.pop("truncation_side", None)  # texts are cut at their end, here as in training
     if settings.get("tokenizer_class") == "TokenizersBackend":
         # The old class would return token types by default, which this one doesn't.
         settings = {"model_input_names": ["input_ids", "attention_mask"], **settings}

@@ -127,6 +127,9 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     texts = [lowercased(text) if text_tokenizer.settings.lowercase else text for text in TELLING_TEXTS]
     if (difference := encoding_difference(tokenizer, texts, add_special_tokens=True, revision=revision)) is not None:
         _log.warning("%s", difference)
+    if tokenizer.settings.get("truncation_side") == "left":
+        message = "model %s: long texts are cut at their end, although its tokenizer's truncation_side is left"
+        _log.warning(f"{message}, by which sentence-transformers cuts the beginning", path)
     encoder = Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
     if not encoder.is_packed and sees_padding(backbone, tokenizer.pad_id):
         _log.warning("model %s: a text's hidden states depend on padding, and so on the other texts of its batch", path)
