@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BigBirdConfig,
     ConvBertConfig,
     DebertaV2Config,
     DistilBertConfig,
@@ -187,6 +188,28 @@ def test_a_family_whose_hidden_states_depend_on_padding_is_named(
     alone = encoder.hidden(text, Segments.of([4], cpu))
     together = encoder.hidden(torch.cat([text, torch.arange(5, 35)]), Segments.of([4, 30], cpu))[:4]
     assert (alone - together).abs().max() > 1e-3 * alone.abs().max()
+
+
+def test_bigbird_s_attention_is_full_and_its_export_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With block_sparse attention, transformers computes long texts otherwise after it has seen a short one."""
+    torch.manual_seed(0)
+    config = BigBirdConfig(
+        vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, block_size=4,
+        num_random_blocks=1, max_position_embeddings=64, pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    sparse = AutoModel.from_config(config).eval()
+    sparse.save_pretrained(tmp_path / "model")
+    bert_tokenizer(tmp_path / "model")
+    encoder = load_encoder(str(tmp_path / "model"))
+    assert "block_sparse attention is computed as full attention" in caplog.text
+    encoder.backbone.eval()
+    export_finetuned(encoder, torch.nn.Identity(), None, tmp_path / "out", lambda **_: "", prompts={}, max_length=62)
+    exported = AutoModel.from_pretrained(tmp_path / "out").eval()
+    text = torch.arange(2, 62)
+    with torch.inference_mode():
+        hidden = encoder.hidden(text, Segments.of([60], torch.device("cpu")))
+        torch.testing.assert_close(exported(text[None]).last_hidden_state[0], hidden, atol=1e-5, rtol=1e-5)
+        assert (sparse(text[None]).last_hidden_state[0] - hidden).abs().max() > 0.01
 
 
 def test_attention_of_another_meaning_is_not_replaced() -> None:

@@ -104,6 +104,10 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         backbone = load_network(AutoModel, path, config, exact=True, **options)
         backbone.get_input_embeddings().padding_idx = None  # as in `LanguageModel`
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+            # transformers changes to full attention for good at the first short text. Exports say what was computed.
+            config.attention_type = "original_full"
+            _log.warning("model %s: its block_sparse attention is computed as full attention (original_full)", path)
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
         if not is_bidirectional(backbone.eval()):
             raise UserError(f"model {path}: its own code is causal: an encoder has to be bidirectional")
