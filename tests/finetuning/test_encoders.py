@@ -24,6 +24,7 @@ from transformers import (
     MPNetConfig,
     NomicBertConfig,
     NystromformerConfig,
+    RobertaConfig,
     XLMRobertaConfig,
 )
 
@@ -210,6 +211,28 @@ def test_bigbird_s_attention_is_full_and_its_export_says_so(tmp_path: Path, capl
         hidden = encoder.hidden(text, Segments.of([60], torch.device("cpu")))
         torch.testing.assert_close(exported(text[None]).last_hidden_state[0], hidden, atol=1e-5, rtol=1e-5)
         assert (sparse(text[None]).last_hidden_state[0] - hidden).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("config_class", [RobertaConfig, XLMRobertaConfig, MPNetConfig])
+def test_padding_tokens_within_texts_have_the_positions_of_their_family(config_class: type[Any], tmp_path: Path) -> None:
+    """RoBERTa's family doesn't count them. Where EOS is the padding, each text ends with one."""
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, pad_token_id=3, initializer_range=0.2,
+    )  # fmt: skip
+    own = AutoModel.from_config(config).eval()
+    own.save_pretrained(tmp_path / "model")
+    bert_tokenizer(tmp_path / "model")
+    encoder = load_encoder(str(tmp_path / "model"))
+    assert encoder.is_packed == (config_class is not MPNetConfig)
+    encoder.backbone.eval()
+    texts = [[2, 7, 8, 9, 3], [2, 5, 3, 6, 3], [3, 3, 4], [2, 7, 3]]
+    segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
+    with torch.inference_mode():
+        hidden = encoder.hidden(torch.tensor([token for text in texts for token in text]), segments)
+        expected = [own(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    torch.testing.assert_close(hidden, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_attention_of_another_meaning_is_not_replaced() -> None:

@@ -26,7 +26,13 @@ def packed_forward(backbone: Any, tokens: Tensor, segments: Segments, causal: bo
         # The residual stream and the rotary tables stay in fp32, even if FSDP gathers the embedding in bf16.
         embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
     arguments = attention_arguments(backbone, segments, device, dtype, causal)
-    positions = segments.position_ids[None] + reserved_positions(backbone)
+    positions = segments.position_ids[None]
+    if reserved := reserved_positions(backbone):
+        # Such families don't count padding tokens. Texts have them where EOS is the padding.
+        is_padding = tokens == reserved - 1
+        count = torch.nn.functional.pad(is_padding.cumsum(0), (1, 0))
+        skipped = count[1:] - count[segments.cu_seqlens[segments.segment_index]]
+        positions = torch.where(is_padding, reserved - 1, positions + reserved - skipped)
     if hasattr(getattr(backbone, "embeddings", None), "token_type_embeddings"):
         arguments["token_type_ids"] = torch.zeros_like(positions)
     output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)

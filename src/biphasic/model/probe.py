@@ -184,6 +184,8 @@ def switch_to_packed_attention(encoder: Any) -> bool:
         longest = min(max(2 * window, _SEGMENT) + _SEGMENT, encoder.config.max_position_embeddings // 2)
         lengths = (longest, _SEGMENT, longest - 1)
         tokens, segments = _tokens(encoder, sum(lengths)), Segments.of(lengths, torch.device("cpu"))
+        if reserved := reserved_positions(encoder):
+            tokens[[1, longest]] = reserved - 1  # texts may have the padding token, such as an EOS
         padded = padded_forward(encoder, tokens, segments, getattr(encoder.config, "pad_token_id", None) or 0)
         encoder.set_attn_implementation(attention.ATTENTION_NAME)
         packed = packed_forward(encoder, tokens, segments, causal=False)
