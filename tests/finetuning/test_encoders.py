@@ -20,6 +20,7 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     FNetConfig,
+    LongformerConfig,
     ModernBertConfig,
     MPNetConfig,
     NomicBertConfig,
@@ -37,6 +38,7 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.architecture import Architecture
 from biphasic.model.encoder import Encoder, load_encoder
+from biphasic.model.heads import TokenHead
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.probe import switch_to_packed_attention
@@ -233,6 +235,31 @@ def test_padding_tokens_within_texts_have_the_positions_of_their_family(config_c
         hidden = encoder.hidden(torch.tensor([token for text in texts for token in text]), segments)
         expected = [own(torch.tensor([text])).last_hidden_state[0] for text in texts]
     torch.testing.assert_close(hidden, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "labels", "name"),
+    [
+        (LongformerConfig, None, "LongformerModel"),  # its class for questions would give some tokens global attention
+        (LongformerConfig, ["O", "B-PER"], "LongformerForTokenClassification"),
+        (BertConfig, None, "BertForQuestionAnswering"),  # packed here
+    ],
+)
+def test_a_class_with_a_head_is_written_only_if_it_computes_the_head(
+    config_class: type[Any], labels: list[str] | None, name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, pad_token_id=0,
+        max_position_embeddings=64, attention_window=[8, 8], sep_token_id=3, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    bert_tokenizer(tmp_path / "model")
+    encoder, cards = load_encoder(str(tmp_path / "model")), []
+    card, out, head = lambda **known: cards.append(known["has_head_class"]) or "", tmp_path / "out", TokenHead(32, 2)
+    export_finetuned(encoder, head, labels, out, card, prompts={}, max_length=62)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [name]
+    assert cards == [name != "LongformerModel"]
 
 
 def test_attention_of_another_meaning_is_not_replaced() -> None:

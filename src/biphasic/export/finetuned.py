@@ -14,6 +14,7 @@ from biphasic.export.write import make_pairs_errors, require_free, write_atomica
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.pooling import SentenceSettings
+from biphasic.model.probe import computes_head_logits
 
 _KINDS: dict[type[nn.Module], Kind] = {TextHead: "ForSequenceClassification", TokenHead: "ForTokenClassification"}
 
@@ -31,7 +32,7 @@ def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | Non
     """Return the encoder in its family's transformers class with this head, or None if there is no such class.
 
     The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has
-    the head of a text classifier: mean pooling with two layers.
+    the head of a text classifier: mean pooling with two layers. Longformer's class for questions computes something else.
     """
     from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING as QUESTION_CLASSES
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TOKEN_CLASSES
@@ -50,7 +51,7 @@ def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | Non
         return None
     network.load_state_dict(dict(zip(own, trained, strict=True)), strict=False, assign=True)
     setattr(network, prefix, backbone)
-    return network
+    return network if computes_head_logits(network.eval(), head, encoder.tokenizer.separator_id) else None
 
 
 def export_finetuned(

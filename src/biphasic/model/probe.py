@@ -160,6 +160,22 @@ def computes_own_logits(network: Any, model: LanguageModel) -> bool:
 
 
 @torch.no_grad()
+def computes_head_logits(network: Any, head: nn.Module, separator_id: int) -> bool:
+    """Return whether a Hugging Face class with a head, in evaluation mode, computes `head` on its encoder's hidden states.
+
+    Longformer's class for questions gives the tokens before the first separator global attention.
+    """
+    own, tokens = network.config._attn_implementation, _tokens(network.base_model, 3 * _SEGMENT)[None]
+    tokens[:, _SEGMENT - 1 :: _SEGMENT] = separator_id
+    name = "eager" if own == attention.ATTENTION_NAME else own
+    with suppress(Exception), _attention(network, name, after=own):  # the family's code may raise anything
+        expected, output = head(network.base_model(input_ids=tokens).last_hidden_state), network(input_ids=tokens)
+        logits = torch.stack([output.start_logits, output.end_logits], -1) if "start_logits" in output else output.logits
+        return not _differs(logits, expected, _TOLERANCE).any()
+    return False
+
+
+@torch.no_grad()
 def is_bidirectional(encoder: nn.Module) -> bool:
     """Return whether a text's hidden states depend on later tokens, with the encoder's own attention."""
 
