@@ -170,7 +170,7 @@ class Retrieval(FinetuneTask):
                     by_query = {"ndcg_at_10": at_ten, "ndcg_of_ten": of_ten}
                     columns = search.query_columns(run, qrels, texts, by_query)
                     file = f"{shown.replace(' ', '-')}-{split}"
-                    files[f"{file}.run.gz"] = functools.partial(search.trec_run, run, "biphasic")
+                    files[f"{file}.run.gz"] = functools.partial(search.trec_run, run)
                     files[f"{file}.parquet"] = functools.partial(parquet_bytes, columns)
             for shown, by_split in metrics.items():
                 file = f"{shown.replace(' ', '-')}-test.parquet"
