@@ -123,8 +123,8 @@ def test_lost_answers_and_questions_are_counted(tokenizer: TextTokenizer, tmp_pa
 
 
 def test_lowercased_texts_are_cut_by_their_own_characters(tokenizer: TextTokenizer) -> None:
-    """`İ` becomes two characters: offsets are those of the lowercased text."""
-    lower = replace(tokenizer, settings=replace(tokenizer.settings, lowercase=True))
+    """`İ` becomes two characters: offsets are those of the text before that."""
+    lower = replace(tokenizer, tokenizer=tokenizer.tokenizer.lowercasing())
     row = {"text": "İ" * 9 + " " + words(0, 40).upper(), "text_pair": "W3 W4"}
     texts, _ = format_and_cut(lower, "{text} {text_pair}", [row], 10, "")
     assert texts[0][-2:].tolist() == tokenizer.tokenizer.encode(["w3 w4"])[0]

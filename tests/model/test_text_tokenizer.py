@@ -98,3 +98,17 @@ def test_a_tokenizer_that_cuts_the_beginning_is_named_and_its_export_cuts_the_en
     caplog.clear()
     load_encoder(str(out))
     assert not caplog.text
+
+
+def test_a_model_s_lowercasing_holds_for_every_task_and_in_its_export(tmp_path: Path) -> None:
+    """`İ` becomes two characters in lower case; the characters of words and answers are the text's own."""
+    folder, out = write_encoder(tmp_path / "bert", "bert"), tmp_path / "out"
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    encoder = load_encoder(str(folder))
+    assert encoder.tokenize(["İ W3 w4"]) == [[2, 1, 8, 9, 3]]
+    [(ids, offsets)] = encoder.text_tokenizer.tokenize_with_offsets(["İ W3 w4"])
+    assert (ids, offsets) == ([1, 8, 9], [(0, 1), (2, 4), (5, 7)])
+    export_finetuned(encoder, torch.nn.Identity(), None, out, lambda **_: "", prompts={}, max_length=34)
+    assert AutoTokenizer.from_pretrained(out)("İ W3 w4").input_ids == [2, 1, 8, 9, 3]
+    again = load_encoder(str(out)).text_tokenizer
+    assert again.settings.lowercase and [*again.tokenize_with_offsets(["W3"])] == [([8], [(0, 2)])]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
@@ -114,6 +115,15 @@ class Tokenizer:
         single, pair = [*before, "$A", *after], [*before, "$A", "$B", *after]
         template: Any = TemplateProcessing(single, pair, [*parts[0], *parts[1]])
         copy.post_processor = template
+        return replace(self, tokenizer=copy)
+
+    def lowercasing(self) -> Tokenizer:
+        """Return a copy that lowercases texts first, as sentence-transformers' `do_lower_case` does."""
+        copy = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        copy.encode_special_tokens = True
+        own: Any = [] if copy.normalizer is None else [copy.normalizer]
+        lowercasing: Any = normalizers.Sequence([normalizers.Lowercase(), *own])
+        copy.normalizer = lowercasing
         return replace(self, tokenizer=copy)
 
     @property

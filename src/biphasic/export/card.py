@@ -75,7 +75,6 @@ def finetuned_card(
     has_head_class: bool,
     has_own_code: bool = False,
     marks_continuations: bool = False,
-    lowercase: bool = False,
 ) -> str:
     """Return the card of a fine-tuned model, with `rows` as its table and code that runs it on the YAML's `task:`.
 
@@ -87,7 +86,6 @@ def finetuned_card(
         has_own_code: whether the code is the model's own, not that of an export.
         marks_continuations: whether the tokenizer marks tokens within a word (WordPiece), so that a pipeline takes all
             others for words.
-        lowercase: whether texts are lowercased before they are tokenized.
     """
     metadata = {"pipeline_tag": _PIPELINES[task.kind]}
     if task.kind == "retrieval" or not has_head_class:
@@ -103,7 +101,6 @@ def finetuned_card(
         arguments = ", ".join(f"{name}={text}" for name, text in texts.items() if f"{{{name}}}" in task.text)
         template = json.dumps(task.text, ensure_ascii=False)
         values["text"] = texts["text"] if task.text == "{text}" else f"{template}.format({arguments})"
-        values["text"] += ".lower()" if lowercase else ""
         values["is_pair"] = "{text_pair}" in task.text
     values["labels_all"] = task.kind == "tokens" and task.labelled == "all"
     values |= {"family": family, "has_code": has_code, "rows": rows, "length": f"{max_length:,}"}

@@ -117,7 +117,6 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     card = functools.partial(
         finetuned_card, config.run_name, rows, config.task, task.scored_length,
         marks_continuations=bool(getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)),
-        lowercase=encoder.text_tokenizer.settings.lowercase,
     )  # fmt: skip
     out = folder / "model"
     options: Any = {"prompts": task.prompts, "max_length": task.scored_length, "problem_type": task.problem_type}

@@ -9,7 +9,7 @@ from string import Formatter
 import numpy as np
 
 from biphasic.downstream.array_cache import Ragged
-from biphasic.model.text_tokenizer import TextTokenizer, lowercased
+from biphasic.model.text_tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ def format_and_cut(
     `longest_first`, and the template's own text is kept.
     """
     pieces = [(literal, field) for literal, field, _, _ in Formatter().parse(template)]
-    lower = lowercased if tokenizer.settings.lowercase else str
     texts, lost = [], []
-    formatted = ["".join(lower(each) + (lower(row[field]) if field else "") for each, field in pieces) for row in rows]
+    formatted = ["".join(each + (row[field] if field else "") for each, field in pieces) for row in rows]
     room = max(max_length - len(tokenizer.prefix) - len(tokenizer.suffix), 0)
     at_end = len([field for _, field in pieces if field]) == 1 and template.endswith("}")
     tokens = tokenizer.tokenize_and_count(formatted, max_length, title)
@@ -62,8 +61,8 @@ def format_and_cut(
         if cut and not at_end:
             spans, end = [], 0
             for literal, field in pieces:
-                start = end + len(lower(literal))
-                end = start + len(lower(row[field]) if field else "")
+                start = end + len(literal)
+                end = start + len(row[field] if field else "")
                 spans.append((start, end))
             [(whole, offsets)] = tokenizer.tokenize_with_offsets([text])
             ids = tokenizer.with_special_tokens(_without_longest(whole, offsets, spans, room), max_length)

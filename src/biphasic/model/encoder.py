@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tokenizers.normalizers import Lowercase
 from torch import Tensor, nn
 
 from biphasic.data.same_encoding import TELLING_TEXTS, encoding_difference
@@ -19,7 +20,7 @@ from biphasic.model.hf_config import config_content, is_decoder_export, is_paper
 from biphasic.model.pooling import Pooling
 from biphasic.model.probe import is_bidirectional, sees_padding, switch_to_packed_attention
 from biphasic.model.segments import Segments
-from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer, lowercased
+from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     if tokens > embeddings:
         counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
         raise UserError(f"model {path}: {counts}: they don't belong together")
-    texts = [lowercased(text) if text_tokenizer.settings.lowercase else text for text in TELLING_TEXTS]
+    texts = map(Lowercase().normalize_str, TELLING_TEXTS) if text_tokenizer.settings.lowercase else TELLING_TEXTS
     if (difference := encoding_difference(tokenizer, texts, add_special_tokens=True, revision=revision)) is not None:
         _log.warning("%s", difference)
     if tokenizer.settings.get("truncation_side") == "left":

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import yaml
-from tokenizers.normalizers import Lowercase
 from tqdm import tqdm
 
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -76,8 +75,6 @@ class TextTokenizer:
         With a `title`, show a progress bar if this takes more than five seconds.
         """
         for portion in _portions(texts, title):
-            if self.settings.lowercase:
-                portion = [lowercased(text) for text in portion]
             for ids in self.tokenizer.encode(portion):
                 yield self.with_special_tokens(ids, max_length), max(len(ids) - self._room(max_length), 0)
 
@@ -87,11 +84,6 @@ class TextTokenizer:
         """Yield each text's token ids, without special tokens or truncation, and their character spans (start, end)."""
         for portion in _portions(texts, title):
             yield from self.tokenizer.encode_with_offsets(portion)
-
-
-def lowercased(text: str) -> str:
-    """Return a text in lower case as sentence-transformers does it, without a special form of the last sigma."""
-    return Lowercase().normalize_str(text)
 
 
 def _portions(texts: Sequence[str], title: str) -> Iterator[list[str]]:
@@ -141,6 +133,8 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
         raise UserError(f"model {path}: {config.model_type} isn't supported: it has no max_position_embeddings")
     tokenizer = load_tokenizer(path, revision)
     settings = read_sentence_settings(path, revision)
+    if settings.lowercase:
+        tokenizer = tokenizer.lowercasing()
     # A family with rotary positions reserves none and has no table of them; its classes would take a second to import.
     has_table = not getattr(config, "rope_parameters", None)
     # The configuration may include reserved positions (RoBERTa); the tokenizer's limit should not, but some do.
