@@ -85,7 +85,9 @@ def template(*names: str, required: str = "") -> AfterValidator:
 
     def check(text: str) -> str:
         try:
-            fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+            parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
+            # Formats, as in {text:.5}, have no effect where texts are cut.
+            fields = {f"{name}:{form}" if form or conversion else name for name, form, conversion in parts}
         except ValueError as error:
             raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None
         if not {required} - {""} <= fields <= set(names):
