@@ -47,7 +47,7 @@ def test_a_causal_model_is_refused(tmp_path: Path) -> None:
         "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
         "class OwnModel(Qwen3Model):\n    config_class = OwnConfig\n"
     )
-    with pytest.raises(UserError, match="is causal"):
+    with pytest.raises(UserError, match="don't depend on later tokens"):
         load_encoder(str(folder), trust_remote_code=True)
 
 
@@ -85,6 +85,10 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
     weights.pop("bert.encoder.layer.1.output.dense.weight")
     save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lack 1 weights, e\.g\. encoder\.layer\.1\.output\.dense\.weight"):
+        load_encoder(str(incomplete))
+    weights["bert.encoder.layer.1.output.dense.weight"] = torch.full((32, 48), torch.nan)
+    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model .*incomplete: can't be used as an encoder \(the output has NaN or Inf\)"):
         load_encoder(str(incomplete))
 
 

@@ -21,6 +21,7 @@ from biphasic.model.pooling import Pooling
 from biphasic.model.probe import is_bidirectional, sees_padding, switch_to_packed_attention
 from biphasic.model.segments import Segments
 from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer
+from biphasic.storage import user_errors
 
 _log = logging.getLogger(__name__)
 
@@ -110,8 +111,11 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
             config.attention_type = "original_full"
             _log.warning("model %s: its block_sparse attention is computed as full attention (original_full)", path)
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
-        if not is_bidirectional(backbone.eval()):
-            raise UserError(f"model {path}: its own code is causal: an encoder has to be bidirectional")
+        with user_errors(f"model {path}: can't be used as an encoder", Exception):  # its code may raise anything
+            is_usable = is_bidirectional(backbone.eval())
+        if not is_usable:
+            problem = "its hidden states don't depend on later tokens (it is causal, or lacks a kernel here)"
+            raise UserError(f"model {path}: {problem}: an encoder has to be bidirectional")
         is_own_family = True
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
