@@ -120,9 +120,9 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
         is_converted = True
-    # A pooler is removed, because it gets no gradients here, and DDP would wait for them.
+    # A pooler is removed, because it gets no gradients here, and DDP would wait for them. Some families always call it.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
-        backbone.pooler = None  # pyright: ignore[reportArgumentType]
+        backbone.pooler = nn.Identity()
     if is_own_family and not own_code:
         switch_to_packed_attention(backbone)
     text_tokenizer = load_text_tokenizer(path, revision, trust_remote_code)
