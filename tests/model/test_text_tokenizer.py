@@ -9,9 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned
 from biphasic.model.encoder import load_encoder
-from helpers.cls_tokenizers import AROUND
+from helpers.cls_tokenizers import AROUND, SPECIAL
 from helpers.families import bert_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 65, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -91,7 +92,7 @@ def test_a_tokenizer_that_cuts_the_beginning_is_named_and_its_export_cuts_the_en
         tokenizer.save(file)
     assert AutoTokenizer.from_pretrained(folder).truncation_side == "left"
     encoder = load_encoder(str(folder))
-    assert "long texts are cut at their end, although its tokenizer's truncation_side is left" in caplog.text
+    assert "long texts are cut at their end, although its tokenizer has truncation_side: left" in caplog.text
     export_finetuned(encoder, torch.nn.Identity(), None, out, lambda **_: "", prompts={}, max_length=6)
     text = "w1 w2 w3 w4 w5 w6"
     assert AutoTokenizer.from_pretrained(out)(text, truncation=True).input_ids == encoder.tokenize([text])[0]
@@ -112,3 +113,19 @@ def test_a_model_s_lowercasing_holds_for_every_task_and_in_its_export(tmp_path: 
     assert AutoTokenizer.from_pretrained(out)("İ W3 w4").input_ids == [2, 1, 8, 9, 3]
     again = load_encoder(str(out)).text_tokenizer
     assert again.settings.lowercase and [*again.tokenize_with_offsets(["W3"])] == [([8], [(0, 2)])]
+
+
+@pytest.mark.parametrize("model", [models.WordLevel, models.BPE])  # of an unknown letter: an error, nothing
+def test_special_tokens_of_a_vocabulary_without_the_letter_a(model: Any, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *"CGTN"])}
+    tokenizer = Tokenizer(model(vocabulary, **({"merges": []} if model is models.BPE else {})))
+    tokenizer.pre_tokenizer, tokenizer.post_processor = pre_tokenizers.Split("", "isolated"), AROUND
+    tokenizer.save(str(folder / "tokenizer.json"))
+    encoder = load_encoder(str(folder))
+    assert encoder.tokenize(["GT"]) == [[2, 6, 7, 3]]
+    if model is models.WordLevel:
+        with pytest.raises(
+            UserError, match=r"tokenizer .*bert: can't encode a text \(WordLevel error: Missing \[UNK\] token"
+        ):
+            encoder.tokenize(["GA"])

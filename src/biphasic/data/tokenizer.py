@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -87,7 +88,8 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens. Their names in a text are encoded as plain text."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with user_errors(f"tokenizer {self.source}: can't encode a text", Exception):  # a bare one
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the token ids of each text as `encode` does, and each token's character range (end excluded).
@@ -97,14 +99,19 @@ class Tokenizer:
         if self.drops_unknown:
             problem = "leaves out text that is not in its vocabulary, so that its tokens can't be found in a text"
             raise UserError(f"tokenizer {self.source}: {problem}: expected a BPE model with an unk_token, or of bytes")
-        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        with user_errors(f"tokenizer {self.source}: can't encode a text", Exception):
+            encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def prefix_and_suffix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids of the special tokens that the tokenizer adds around a text, such as BERT's [CLS] and [SEP]."""
-        encoding = self.tokenizer.encode("a", add_special_tokens=True)
-        text = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
-        return (tuple(encoding.ids[: text[0]]), tuple(encoding.ids[text[-1] + 1 :])) if text else ((), ())
+        # Of characters that the vocabulary lacks, some tokenizers make nothing, and others an error.
+        for text in itertools.chain("a", (self.tokenizer.decode([token]) for token in range(self.vocab_size))):
+            with suppress(Exception):  # a bare one
+                encoding = self.tokenizer.encode(text, add_special_tokens=True)
+                if own := [position for position, special in enumerate(encoding.special_tokens_mask) if not special]:
+                    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        return (), ()
 
     def adding_special_tokens(self, prefix: Sequence[int], suffix: Sequence[int]) -> Tokenizer:
         """Return a copy that adds these tokens around a text if it is asked for special tokens."""
@@ -121,9 +128,8 @@ class Tokenizer:
         """Return a copy that lowercases texts first, as sentence-transformers' `do_lower_case` does."""
         copy = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
         copy.encode_special_tokens = True
-        own: Any = [] if copy.normalizer is None else [copy.normalizer]
-        lowercasing: Any = normalizers.Sequence([normalizers.Lowercase(), *own])
-        copy.normalizer = lowercasing
+        steps: Any = [normalizers.Lowercase(), *filter(None, [copy.normalizer])]
+        copy.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
         return replace(self, tokenizer=copy)
 
     @property
