@@ -81,12 +81,11 @@ def matching(pattern: str, expected: str) -> AfterValidator:
 
 
 def template(*names: str, required: str = "") -> AfterValidator:
-    """Return an annotation for templates that contain only these names in braces, and the `required` one."""
+    """Return an annotation for templates with only these names in braces, without formats, and the `required` one."""
 
     def check(text: str) -> str:
         try:
             parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
-            # Formats, as in {text:.5}, have no effect where texts are cut.
             fields = {f"{name}:{form}" if form or conversion else name for name, form, conversion in parts}
         except ValueError as error:
             raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None

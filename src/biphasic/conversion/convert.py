@@ -52,9 +52,10 @@ from biphasic.conversion.sources import (
     hub_commit,
     inspect_files,
 )
-from biphasic.conversion.tokenizer_checks import require_same_encoding, tokenizer_remarks
+from biphasic.conversion.tokenizer_checks import tokenizer_remarks
 from biphasic.conversion.worker import ConversionContext, Records, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.data.bulk_encoding import Backend, DifferentIdsError, choose_backend
+from biphasic.data.same_encoding import encoding_difference
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import user_errors
@@ -142,7 +143,8 @@ def check_encoding(config: ConvertConfig, tokenizer: Tokenizer, texts: list[str]
 
     Raises a UserError if AutoTokenizer encodes one otherwise, or `tokenizer_backend` can't be used.
     """
-    require_same_encoding(tokenizer, texts)
+    if (difference := encoding_difference(tokenizer, texts, add_special_tokens=False)) is not None:
+        raise UserError(difference)
     # Both libraries encode the beginnings of some of the texts, spread evenly.
     compared = [text[:_COMPARED_CHARACTERS] for text in texts[:: -(-len(texts) // _COMPARED_TEXTS) or 1]]
     backend, reason = choose_backend(tokenizer, config.tokenizer_backend, compared)

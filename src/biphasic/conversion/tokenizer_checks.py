@@ -1,4 +1,4 @@
-"""What a conversion checks of its tokenizer: that transformers encodes alike, and names and text that it doesn't know."""
+"""What a conversion checks of its tokenizer: names of special tokens, and text that it doesn't know."""
 
 import re
 from collections import Counter
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.data.same_encoding import encoding_difference, listed_names
+from biphasic.data.same_encoding import listed_names
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError
 
 _SHORTEST_NAME, _NAMED = 3, 5
 _MUCH_UNKNOWN = 0.05
@@ -76,9 +75,3 @@ def text_warnings(checks: dict[str, Any]) -> list[str]:
     if share >= _MUCH_UNKNOWN:
         warnings.append(f"{share:.0%} of the tokens stand for text that is unknown to the tokenizer")
     return warnings
-
-
-def require_same_encoding(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Raise a UserError if AutoTokenizer, with which a model's users encode, encodes a text otherwise; it shows the part."""
-    if (difference := encoding_difference(tokenizer, texts, add_special_tokens=False)) is not None:
-        raise UserError(difference)

@@ -32,7 +32,7 @@ def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | Non
     """Return the encoder in its family's transformers class with this head, or None if there is no such class.
 
     The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has
-    the head of a text classifier: mean pooling with two layers. Longformer's class for questions computes something else.
+    the head of a text classifier: mean pooling with two layers. Longformer's class for questions attends otherwise.
     """
     from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING as QUESTION_CLASSES
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TOKEN_CLASSES

@@ -112,10 +112,8 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
             _log.warning("model %s: its block_sparse attention is computed as full attention (original_full)", path)
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
         with user_errors(f"model {path}: can't be used as an encoder", Exception):  # its code may raise anything
-            is_usable = is_bidirectional(backbone.eval())
-        if not is_usable:
-            problem = "its hidden states don't depend on later tokens (it is causal, or lacks a kernel here)"
-            raise UserError(f"model {path}: {problem}: an encoder has to be bidirectional")
+            if not is_bidirectional(backbone.eval()):
+                raise ValueError("its hidden states don't depend on later tokens: it is causal, or lacks a kernel here")
         is_own_family = True
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
@@ -137,8 +135,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     if (difference := encoding_difference(tokenizer, texts, add_special_tokens=True, revision=revision)) is not None:
         _log.warning("%s", difference)
     if tokenizer.settings.get("truncation_side") == "left":
-        message = "model %s: long texts are cut at their end, although its tokenizer's truncation_side is left"
-        _log.warning(f"{message}, by which sentence-transformers cuts the beginning", path)
+        _log.warning("model %s: long texts are cut at their end, although its tokenizer has truncation_side: left", path)
     encoder = Encoder(backbone, text_tokenizer, is_own_family=is_own_family, is_converted=is_converted)
     if not encoder.is_packed and sees_padding(backbone, tokenizer.pad_id):
         _log.warning("model %s: a text's hidden states depend on padding, and so on the other texts of its batch", path)

@@ -161,10 +161,7 @@ def computes_own_logits(network: Any, model: LanguageModel) -> bool:
 
 @torch.no_grad()
 def computes_head_logits(network: Any, head: nn.Module, separator_id: int) -> bool:
-    """Return whether a Hugging Face class with a head, in evaluation mode, computes `head` on its encoder's hidden states.
-
-    Longformer's class for questions gives the tokens before the first separator global attention.
-    """
+    """Return whether a Hugging Face class with a head, in evaluation mode, computes `head` of its encoder's states."""
     own, tokens = network.config._attn_implementation, _tokens(network.base_model, 3 * _SEGMENT)[None]
     tokens[:, _SEGMENT - 1 :: _SEGMENT] = separator_id
     name = "eager" if own == attention.ATTENTION_NAME else own
