@@ -326,7 +326,7 @@ def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tm
         TextTokenizer(other, 512, prefix=(8,)),
         TextTokenizer(other, 512, suffix=(8,)),
         TextTokenizer(replace(other, eos_id=7), 512),  # the hash doesn't see it
-        TextTokenizer(other, 512, SentenceSettings(lowercase=True)),
+        TextTokenizer(other.lowercasing(), 512, SentenceSettings(lowercase=True)),
     ]
     made = [Classification(config, one, str(tmp_path / "cache")).training_examples()["texts"] for one in readers]
     texts = [[tokens[at].tolist() for at in range(3)] for tokens in made]

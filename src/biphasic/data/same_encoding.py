@@ -9,6 +9,7 @@ from typing import Any
 
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import first_line
+from biphasic.quiet import without_warnings
 from biphasic.storage import is_folder, is_remote
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _is_plain(tokenizer: Tokenizer) -> bool:
 def _load(tokenizer: Tokenizer, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, without_warnings():
         place = tokenizer.source
         if is_remote(place):
             tokenizer.save(Path(folder))
