@@ -180,9 +180,8 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
         return rows
     is_saved = bool(files) and Path(files[0]).with_name("state.json").is_file()  # by save_to_disk
     if files and options["revision"] is None and (is_saved or _suffix(files[0]) == ".parquet"):
-        _require_one_type(
-            [*next(iter(by_split.values()))[:1], *files], columns
-        )  # all splits are cast to the first file's types
+        # The library casts all splits to the types of the first split's first file.
+        _require_one_type([*next(iter(by_split.values()))[:1], *files], columns)
     return datasets.load_dataset(path, split=split, **options)
 
 
