@@ -69,7 +69,7 @@ for name, algorithms in (("without an algorithm", []), ("with SAM", [SAM()])):
     resumed = train([SAM()] if algorithms else [], load=file)
     differences[name] = (resumed - undisturbed).abs().max().item()
     print(f"{name}: the checkpoint's {optimizer} has {sorted(keys)}; after the resumed run the largest difference of a weight is {differences[name]:.4f}")
-    assert ("exp_avg" in keys) == (not algorithms)
+    assert ("exp_avg" in keys) == ("step" in keys) == (not algorithms)
 assert differences["without an algorithm"] == 0 and differences["with SAM"] > 1e-3
 PYTHON
 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 "$work/venv/bin/python" "$work/sam_checkpoint.py" 2>"$work/errors" || {

@@ -3,7 +3,7 @@
 #
 # The documents of a query are padded with zero vectors to the longest, and the padding isn't masked: where all tokens of a document
 # have a negative similarity to a query token, the padding's 0 is taken as the maximum. A short document is raised by longer ones beside
-# it, and the ranking changes. Pass documents of one length at a time, or compute the sum of maxima without padding.
+# it. Pass documents of one length at a time, or compute the sum of maxima without padding.
 #
 # Checked on 2026-11-30, Python 3.11, Linux x86-64, without a GPU.
 # Exit status: 0 as described here, 1 if the library behaves differently, another one if it can't be installed.

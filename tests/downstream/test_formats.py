@@ -260,7 +260,9 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["csv", "tsv", "conll"])
 def test_names_for_a_file_with_a_header_are_refused(tmp_path: Path, kind: str, header: list[str]) -> None:
     path = tmp_path / f"rows.{kind}"
-    path.write_text("".join({"csv": ",", "tsv": "\t", "conll": " "}[kind].join(row) + "\n" for row in (header, ["a", "1"])))
+    start = {"csv": "", "tsv": "\n", "conll": ""}[kind]  # a blank line isn't the first row
+    lines = [{"csv": ",", "tsv": "\t", "conll": " "}[kind].join(row) for row in (header, ["a", "1"])]
+    path.write_text(start + "\n".join(lines) + "\n")
     task = {**TOKENS, "labels_column": "label", "tokens_column": "sentence"} if kind == "conll" else TEXT
     expected = f"{path}: the first row names the columns: expected no source.columns, or a file without this row"
     assert refused(tmp_path, task, path, columns=["sentence", "label"]) == expected
@@ -360,6 +362,23 @@ def test_a_card_s_separator_and_its_other_settings(tmp_path: Path) -> None:
         (tmp_path / "te.csv").write_text("skipped\n" * bool(more) + "sentence;label\nNA;1\na, b;0\n")
         table = tables.open_table(DatasetConfig(path=str(tmp_path)), "test", ["sentence"])
         assert table.rows["sentence"] == [text, "a, b"]
+
+
+def test_labels_that_a_card_names_may_be_numbers_or_faulty(tmp_path: Path) -> None:
+    """`1.0` is a number from a column with gaps; a row with another text is left out, and not the whole set."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "test.csv").write_text("sentence,label,score\n" + "a,1.0,NA\n" + "b,negative,2\n" * 1200 + "c,neutral,0.5\n")
+    label = "\n  - name: label\n    dtype:\n      class_label:\n        names: {'0': negative, '1': positive}"
+    columns = "".join(
+        f"\n  - {{name: {name}, dtype: {kind}}}" for name, kind in (("sentence", "string"), ("score", "float64"))
+    )
+    (folder / "README.md").write_text(f"---\ndataset_info:\n  features:{columns}{label}\n---\n")
+    task = {**TEXT, "label_names": None, "source": {"path": str(folder)}, "splits": {"test": "test"}}
+    record = prepare_task("it", one_task(tmp_path, task))
+    read = [(row["text"], row["label"]) for row in rows_of(tmp_path / "out" / "it", "test")]
+    assert read == [("a", 1), *[("b", 0)] * 1200] and record["label_names"] == ["negative", "positive"]
+    assert sum(record["left_out"]["test"].values()) == 1
 
 
 def test_lines_of_json_may_differ(tmp_path: Path) -> None:

@@ -300,6 +300,14 @@ def test_label_names_that_differ_between_files_are_refused(tmp_path: Path, layou
         prepare_task("it", config)
 
 
+def test_answers_whose_fields_are_in_another_order_are_of_one_type(tmp_path: Path) -> None:
+    for name, order in (("a", ["text", "answer_start"]), ("b", ["answer_start", "text"])):
+        answer = {"text": ["x"], "answer_start": [3]}
+        pq.write_table(pa.table({"answers": [{key: answer[key] for key in order}]}), tmp_path / f"{name}.parquet")
+    table = open_table(DatasetConfig(files={"a": [str(tmp_path / "[ab].parquet")]}), "a", ["answers"])
+    assert table.rows["answers"] == [answer, answer]
+
+
 def test_types_that_differ_between_parquet_files(tmp_path: Path) -> None:
     """Booleans and numbers are refused, since 2 would be true; widths don't matter, nor a column of nulls."""
     label = {"a": pa.array([True, False]), "b": pa.array([2, 0]), "c": pa.array([1, 2], pa.int8()), "d": pa.nulls(2)}

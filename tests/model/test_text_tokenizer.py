@@ -53,6 +53,21 @@ def test_texts_are_cut_where_positions_end(
     assert is_named == ((max_seq_length or 0) > positions)
 
 
+def test_texts_of_a_model_without_a_table_of_positions_may_be_longer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As DeBERTa v3, whose positions are relative."""
+    settings = {"position_biased_input": False, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model("deberta-v2", **SIZES, **settings, pad_token_id=0)).save_pretrained(tmp_path)
+    bert_tokenizer(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 60}))
+    encoder = load_encoder(str(tmp_path))
+    [ids] = encoder.tokenize(["w1 " * 80])
+    assert len(ids) == 60 and encoder.embed([ids]).isfinite().all()
+    assert "texts are truncated" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

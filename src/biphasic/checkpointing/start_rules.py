@@ -62,8 +62,7 @@ class ResumeGuard:
     def _is_own(self, manifest: Manifest) -> bool:
         with suppress(UserError):  # its configuration can't be read
             is_named = manifest.run["name"] == self.config.run_name
-            past, own = history_of(recorded_config(manifest)), history_of(self.config)
-            is_own = is_named or first_difference(past, own) is None
+            is_own = is_named or first_difference(history_of(recorded_config(manifest)), history_of(self.config)) is None
             return is_own and "merged" not in manifest.run  # a mean has no optimizer state
         return False
 

@@ -90,7 +90,7 @@ def template(*names: str, required: str = "") -> AfterValidator:
         except ValueError as error:
             raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None
         if not {required} - {""} <= fields <= set(names):
-            expected = f"expected a text{f' with {{{required}}}' * bool(required)} and no fields but "
+            expected = f"expected a text{f' with {{{required}}}' * bool(required)} and no fields, without formats, but "
             raise ValueError(f"{expected}{', '.join(f'{{{name}}}' for name in names)}; got {text!r}")
         return text
 

@@ -39,9 +39,10 @@ def encoding_difference(
             part = text[start : start + _TEXT_CHARACTERS]
             try:
                 ours = tokenizer.tokenizer.encode(part, add_special_tokens=add_special_tokens).ids
+                theirs = _encode(auto, part, add_special_tokens)
             except Exception:  # a bare one, of a word that a vocabulary without an unknown token lacks
                 continue
-            if ours != (theirs := _encode(auto, part, add_special_tokens)):
+            if ours != theirs:
                 return (
                     f"tokenizer {tokenizer.source}: AutoTokenizer ({type(auto).__name__}), with which a model's users "
                     f"encode, does not do what its tokenizer.json says: of {part!r} it makes {_shown(auto, theirs)}, and "

@@ -244,12 +244,29 @@ def _load_from_hub(path: str, revision: str | None, folder: Path) -> None:
                 made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
             except (ValueError, KeyError, ImportError) as error:
                 raise ValueError(f"no tokenizer.json, and none can be made ({first_line(error)}); {_ADVICE}") from None
-            if str(getattr(made, "vocab_file", "")).endswith(".model"):
+            model_file = str(getattr(made, "vocab_file", ""))
+            if model_file.endswith(".model") and not _encodes_as_sentencepiece(made, model_file):
                 raise ValueError(f"no tokenizer.json, only a SentencePiece model; {_ADVICE}")
             made.save_pretrained(folder)
     except (OSError, ValueError) as error:
         message = f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}"
         raise user_error(message, error) from None
+
+
+def _encodes_as_sentencepiece(made: Any, model_file: str) -> bool:
+    """Return whether a tokenizer that transformers made of a SentencePiece model splits the vocabulary's pieces alike."""
+    from sentencepiece import SentencePieceProcessor  # pyright: ignore[reportMissingImports] - transformers needed it
+
+    model = SentencePieceProcessor(model_file=model_file)
+    size = model.get_piece_size()
+    for piece in range(0, size, max(size // 2000, 1)):
+        text = model.id_to_piece(piece).replace("▁", " ").strip()
+        is_text = not (model.is_control(piece) or model.is_unknown(piece) or model.is_byte(piece))
+        if is_text and made.tokenize(text) != model.encode(text, out_type=str):
+            return False
+    character = "\U0010fffd"  # in no text
+    is_known = model.encode(character)[-1] != model.unk_id()
+    return is_known or made.encode(character, add_special_tokens=False)[-1:] == [made.unk_token_id]
 
 
 def _read(folder: Path, source: str) -> Tokenizer:

@@ -49,7 +49,8 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
             for question in paragraph["qas"]:
                 answers = [] if question.get("is_impossible") else question.get("answers", [])
                 spans = {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}
-                row = {"id": str(question["id"]), "question": question["question"], "context": paragraph["context"]}
+                id = None if question["id"] is None else str(question["id"])
+                row = {"id": id, "question": question["question"], "context": paragraph["context"]}
                 rows.append({**row, "answers": spans})
     except (KeyError, TypeError) as error:
         raise UserError(f"{file}: question {len(rows) + 1} lacks {error}; expected {SQUAD_EXAMPLE}") from None
@@ -68,13 +69,14 @@ def table_rows(
     have the same name of `used`; and a UnicodeDecodeError if the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
-    start, quoting = 1, csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+    start, is_first, quoting = 1, True, csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     with open_text(file) as lines:
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
             for row in rows:
-                if columns and start == 1:
+                if row and columns and is_first:
                     _require_no_header(file, row, columns)
+                is_first = is_first and not row
                 if row and columns is None:
                     require_separator(f"{file}:{start}", row, separator)
                 if row and len(row) != len(columns or row):

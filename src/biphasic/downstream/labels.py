@@ -31,7 +31,7 @@ def label_text(value: Any, key: str = "the label") -> str:
 
     Numbers and booleans have one text in all formats: `1` for 1, 1.0 and `1.0`, and `true` for True and `TRUE`.
     """
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+    if value is None or value == "" or value != value:  # NaN
         raise InvalidRow(f"{key} is empty")
     if not isinstance(value, str | int | float | Decimal):
         raise InvalidRow(f"{key} is {value!r:.40}, neither a text nor a number")
@@ -44,7 +44,7 @@ def label_text(value: Any, key: str = "the label") -> str:
 
 
 def id_text(value: Any) -> str:
-    """Return an id as text, `1` also for 1.0 (from pandas, of a column with gaps); an empty text if it is missing."""
+    """Return an id as text, `1` also for the number 1.0 (of a column with gaps); an empty text if it is missing."""
     if value is None or value != value:  # NaN
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -86,7 +86,7 @@ class Labels:
         if repeated := [name for name, text in zip(names, texts, strict=True) if texts.count(text) > 1]:
             raise UserError(f"{source}: label_names: {' and '.join(repeated)} are the same label")
         self._numbers = {text: number for number, text in enumerate(texts)}
-        self._indexed = declared or not any(re.fullmatch(r"[+-]?\d+", text) for text in texts)
+        self._indexed = declared or not any(re.fullmatch(r"[+-]?[0-9]+", text) for text in texts)
 
     def number(self, value: Any) -> int:
         """Return a label's number; an `InvalidRow` if it is not one of the names, or their index where that is allowed."""

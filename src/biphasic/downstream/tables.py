@@ -164,25 +164,35 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
     by_split: dict[str, list[str]] = config.data_files or {}
     files = by_split.get(split, [])
     declared = {name: kind for name, kind in (builder.info.features or {}).items() if name in columns}
-    typed = {name: kind for name, kind in declared.items() if kind != datasets.Value("string")}
-    if files and isinstance(builder, Json) and config.field is None:
+    # Of declared types only names of labels matter: every reader of a column takes numbers as text.
+    named = {name: kind for name, kind in declared.items() if "ClassLabel(" in repr(kind)}
+    is_json = bool(files) and isinstance(builder, Json) and config.field is None
+    if is_json and (not named or {_BUILDERS.get(_suffix(file)) for file in files} == {"json"}):
         rows = _json_table(files, source, columns)
-        if not typed:
+        if not named:
             return rows
-        values = rows[:]
-        return datasets.Dataset.from_dict({name: values[name] for name in declared}, datasets.Features(declared))
+        features, parts = datasets.Features(declared), rows.iter(_BATCH_ROWS)
+        used = ({name: part[name] for name in declared} for part in parts)
+        return datasets.concatenate_datasets([datasets.Dataset.from_dict(part, features) for part in used])
     if files and _is_plain_csv(config, files):
         local = files if options["revision"] is None else datasets.DownloadManager().download(files)
         read = functools.partial(table_rows, separator=config.sep, columns=None, used=columns)
         rows = _from_rows(local, read, source, columns)
-        for name in typed.keys() & set(rows.column_names):
-            rows = rows.cast_column(name, typed[name])
+        for name in named.keys() & set(rows.column_names):
+            numbers = _label_numbers(rows[name], named[name].names)
+            rows = rows.remove_columns(name).add_column(name, numbers, feature=named[name])
         return rows
     is_saved = bool(files) and Path(files[0]).with_name("state.json").is_file()  # by save_to_disk
     if files and options["revision"] is None and (is_saved or _suffix(files[0]) == ".parquet"):
         # The library casts all splits to the types of the first split's first file.
         _require_one_type([*next(iter(by_split.values()))[:1], *files], columns)
     return datasets.load_dataset(path, split=split, **options)
+
+
+def _label_numbers(texts: Iterable[str | None], names: list[str]) -> list[int | None]:
+    """Return the numbers of labels that are given as names or numbers; -1, which is no label, for another text."""
+    known = {str(number): number for number in range(len(names))} | {name: number for number, name in enumerate(names)}
+    return [None if text is None else known.get(text, known.get(text.removesuffix(".0"), -1)) for text in texts]
 
 
 def _is_plain_csv(config: Any, files: list[str]) -> bool:
@@ -207,9 +217,10 @@ def _require_one_type(files: list[str], columns: Sequence[str]) -> None:
         is_parquet = _suffix(file) == ".parquet"
         features = Features.from_arrow_schema(parquet.read_schema(file)) if is_parquet else Dataset.from_file(file).features
         for name in columns:
-            found = repr(features.get(name, "missing")).replace("LargeList(", "List(")
+            kind = features.get(name, "missing")
+            found = repr(dict(sorted(kind.items())) if isinstance(kind, dict) else kind).replace("LargeList(", "List(")
             found = re.sub(r"Value\('(large_)?string(_view)?'\)", "text", found)
-            found = re.sub(r"Value\('(u?int|float)\d+'\)", "number", found)
+            found = re.sub(r"Value\('(u?int\d+|float\d+|decimal\d+\([\d, ]+\))'\)", "number", found)
             if found != expected.setdefault(name, found) and "Value('null')" not in found:
                 problem = f"column {name!r} is {found}, but in {files[0]} it is {expected[name]}"
                 raise UserError(f"{file}: {problem}: expected the same in all files")

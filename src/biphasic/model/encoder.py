@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers.normalizers import Lowercase
@@ -24,6 +25,11 @@ from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, lo
 from biphasic.storage import user_errors
 
 _log = logging.getLogger(__name__)
+
+
+class _NoPooler(nn.Module):
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
 
 
 @dataclass
@@ -120,7 +126,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         is_converted = True
     # A pooler is removed, because it gets no gradients here, and DDP would wait for them. Some families always call it.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
-        backbone.pooler = nn.Identity()
+        backbone.pooler = _NoPooler()
     if is_own_family and not own_code:
         switch_to_packed_attention(backbone)
     text_tokenizer = load_text_tokenizer(path, revision, trust_remote_code)

@@ -49,8 +49,9 @@ class TextTokenizer:
     def fingerprint(self) -> list[Any]:
         """Everything that a text's tokens depend on, except the maximum length, as JSON types."""
         tokenizer, special = self.tokenizer, [list(self.prefix), list(self.suffix)]
+        lowercase = self.settings.lowercase and "all tasks"  # not True: before, not all tasks lowercased
         # The hash is of tokenizer.json alone; separator and EOS are named in tokenizer_config.json.
-        return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
+        return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, lowercase]
 
     def with_end_of_text(self) -> TextTokenizer:
         """Return this tokenizer with EOS after each text, also when it is saved. Raises a UserError if it has none."""
@@ -135,12 +136,16 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
     settings = read_sentence_settings(path, revision)
     if settings.lowercase:
         tokenizer = tokenizer.lowercasing()
-    # A family with rotary positions reserves none and has no table of them; its classes would take a second to import.
-    has_table = not getattr(config, "rope_parameters", None)
-    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit should not, but some do.
-    if has_table and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+    has_table = False
+    # A family with rotary positions has no table of them; its classes would take a second to import.
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "rope_parameters", None):
         with torch.device("meta"):
-            positions -= reserved_positions(AutoModel.from_config(config))
+            network = AutoModel.from_config(config)
+        # The configuration may include reserved positions (RoBERTa); the tokenizer's limit should not, but some do.
+        positions -= reserved_positions(network)
+        has_table = any(
+            isinstance(part, torch.nn.Embedding) and "position" in name for name, part in network.named_modules()
+        )
     limit = min(int(tokenizer.settings.get("model_max_length") or positions), positions)
     if has_table and (settings.max_length or 0) > positions:
         message = "model %s: texts are truncated to the %d tokens that it has positions for, below its max_seq_length of %d"
