@@ -200,6 +200,8 @@ def use_store(
     def use(kind: str) -> MakeBucket:
         if kind == "rclone":
             request.getfixturevalue("s3")
+            # It answers about one in 500 concurrent writes into new folders with a fault.
+            monkeypatch.setenv("AWS_MAX_ATTEMPTS", "5")
         else:
             for name, value in store_server(kind).items():
                 monkeypatch.setenv(name, value)
