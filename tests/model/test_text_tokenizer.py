@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned
 from biphasic.model.encoder import load_encoder
@@ -122,6 +123,7 @@ def test_a_model_s_lowercasing_holds_for_every_task_and_in_its_export(tmp_path: 
     (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
     encoder = load_encoder(str(folder))
     assert encoder.tokenize(["İ W3 w4"]) == [[2, 1, 8, 9, 3]]
+    assert encoder.tokenizer.sha256 != load_tokenizer(str(folder)).sha256, "cached tokens are another tokenizer's"
     [(ids, offsets)] = encoder.text_tokenizer.tokenize_with_offsets(["İ W3 w4"])
     assert (ids, offsets) == ([1, 8, 9], [(0, 1), (2, 4), (5, 7)])
     export_finetuned(encoder, torch.nn.Identity(), None, out, lambda **_: "", prompts={}, max_length=34)

@@ -130,7 +130,7 @@ class Tokenizer:
         copy.encode_special_tokens = True
         steps: Any = [normalizers.Lowercase(), *filter(None, [copy.normalizer])]
         copy.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-        return replace(self, tokenizer=copy)
+        return replace(self, tokenizer=copy, sha256=_content_hash(json.loads(copy.to_str())))
 
     @property
     def separator_id(self) -> int:
@@ -311,8 +311,6 @@ def _read(folder: Path, source: str) -> Tokenizer:
     unknown_id = model.get("unk_id") if unknown_id is None else unknown_id
     # Of the models without an unknown token, only BPE of characters leaves out text that it doesn't know.
     is_complete = model["type"] != "BPE" or model.get("byte_fallback") or "ByteLevel" in rules
-    # The conversion adds special tokens itself, without the post-processor.
-    hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
     tokenizer.encode_special_tokens = True
     return Tokenizer(
         tokenizer=tokenizer,
@@ -323,12 +321,18 @@ def _read(folder: Path, source: str) -> Tokenizer:
         bos_id=ids["bos"],
         eos_id=ids["eos"],
         special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad, mask) if id is not None})),
-        sha256=hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest(),
+        sha256=_content_hash(content),
         settings=settings,
         dropout=dropout,
         unknown_id=unknown_id,
         drops_unknown=unknown_id is None and not is_complete,
     )
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    """Return the hash of a tokenizer.json; without the post-processor, since conversions add special tokens themselves."""
+    hashed = {key: part for key, part in content.items() if key not in ("truncation", "padding", "post_processor")}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def _token_name(token: object) -> str | None:

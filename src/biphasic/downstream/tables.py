@@ -171,9 +171,9 @@ def _load(path: str, source: str, columns: Sequence[str], split: str, **options:
         rows = _json_table(files, source, columns)
         if not named:
             return rows
-        features, parts = datasets.Features(declared), rows.iter(_BATCH_ROWS)
-        used = ({name: part[name] for name in declared} for part in parts)
-        return datasets.concatenate_datasets([datasets.Dataset.from_dict(part, features) for part in used])
+        features = datasets.Features(declared)
+        parts = ({name: part[name] for name in declared} for part in rows.iter(_BATCH_ROWS))
+        return datasets.concatenate_datasets([datasets.Dataset.from_dict(part, features) for part in parts])
     if files and _is_plain_csv(config, files):
         local = files if options["revision"] is None else datasets.DownloadManager().download(files)
         read = functools.partial(table_rows, separator=config.sep, columns=None, used=columns)
@@ -285,7 +285,7 @@ def _from_rows(files: list[str], read: Callable[[str], Iterator[TableRow]], sour
     for file in files:
         for group in groups_up_to(_BATCH_ROWS, read(file)):
             tables.append(pa.Table.from_pylist(group))
-            expected, found = (set(columns) & set(table.column_names) for table in (tables[0], tables[-1]))
+            expected, found = set(columns) & set(tables[0].column_names), set(columns) & set(tables[-1].column_names)
             if found != expected:
                 name = min(found ^ expected)
                 problem = f"has {'a' if name in found else 'no'} column {name!r}, unlike {files[0]}"

@@ -49,9 +49,8 @@ class TextTokenizer:
     def fingerprint(self) -> list[Any]:
         """Everything that a text's tokens depend on, except the maximum length, as JSON types."""
         tokenizer, special = self.tokenizer, [list(self.prefix), list(self.suffix)]
-        lowercase = self.settings.lowercase and "all tasks"  # not True: before, not all tasks lowercased
         # The hash is of tokenizer.json alone; separator and EOS are named in tokenizer_config.json.
-        return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, lowercase]
+        return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
 
     def with_end_of_text(self) -> TextTokenizer:
         """Return this tokenizer with EOS after each text, also when it is saved. Raises a UserError if it has none."""
