@@ -50,19 +50,26 @@ def assert_same(
     queries: Tensor, documents: Tensor, k: int, similarity: str, block: int = 64, added: int = 0, seed: int = 0,
     mask: Tensor | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Add the documents `added` at a time, shuffled; compare scores bit for bit, and positions, with those of all sums."""
+    """Add the documents `added` at a time, shuffled; compare scores bit for bit, and positions, with those of all sums.
+
+    Candidates are chosen by fp32 alone, and by bf16 too, of which the counts are returned.
+    """
     matrix, expected = all_sums(queries, documents, k, similarity, mask)
-    nearest, size = ExactTopK(queries, k, similarity, block), added or len(documents)
+    size, counts = added or len(documents), dict[str, int]()
     starts = torch.arange(0, len(documents), size)
-    with counted() as counts, mock.patch.object(module, "_QUERIES", 7):
-        for first in starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))].tolist():
-            part = slice(first, first + size)
-            nearest.add(documents[part], first, None if mask is None else mask[:, part])
-    scores, positions = nearest.result()
-    assert [[at for at in row if at >= 0] for row in positions.tolist()] == expected
-    for row, best in enumerate(expected):
-        # -0 counts as 0
-        assert torch.equal((matrix[row, best] + 0.0).view(torch.int32), scores[row, : len(best)].view(torch.int32))
+    order = starts[torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))].tolist()
+    for rounds in (False, True):
+        with mock.patch.object(module, "_multiplies_bf16_faster", return_value=rounds):
+            nearest = ExactTopK(queries, k, similarity, block)
+        with counted() as number, mock.patch.object(module, "_QUERIES", 7):
+            for first in order:
+                part = slice(first, first + size)
+                nearest.add(documents[part], first, None if mask is None else mask[:, part])
+        counts, (scores, positions) = number, nearest.result()
+        assert [[at for at in row if at >= 0] for row in positions.tolist()] == expected
+        for row, best in enumerate(expected):
+            # -0 counts as 0
+            assert torch.equal((matrix[row, best] + 0.0).view(torch.int32), scores[row, : len(best)].view(torch.int32))
     return counts
 
 
@@ -141,6 +148,28 @@ def test_error_of_fp32_is_below_the_bound() -> None:
         left, right = F.normalize(left.double(), dim=1), F.normalize(right.double(), dim=1)
         difference = module._fp32_product(left.float(), right.float()).double() - left @ right.T
         assert float(difference.abs().max()) < module._fp32_error(width)
+
+
+@pytest.mark.parametrize("width", [1, 12, 384, 4096])
+def test_products_of_bf16_reach_what_fp64_reaches(width: int) -> None:
+    """A pair is chosen if its product in fp64 is the limit, which is at most the product plus the error's bound."""
+    left, right = gaussian(width, 50, width).abs(), gaussian(width + 1, 60, width).abs()
+    left, right = F.normalize(left.double(), dim=1), F.normalize(right.double(), dim=1)
+    (a, a_error), (b, b_error) = module._round_to_bf16(left.float()), module._round_to_bf16(right.float())
+    exact, error = left @ right.T, 1.01 * (a_error + b_error.T) + 4 * module._fp32_error(width)
+    assert bool((module._bf16_product(a, b) >= (exact - error).float().bfloat16()).all())
+    assert float(error.max()) < 2.0**-7
+
+
+def test_rounding_stops_where_it_chooses_too_many() -> None:
+    """Embeddings of one direction, as of an untrained encoder, lie nearer to each other than bf16 tells apart."""
+    spread, alike = gaussian(12, 6000, 96), gaussian(13, 6000, 96) * 0.01 + 1
+    for documents, rounds in ((spread, True), (alike, False)):
+        with mock.patch.object(module, "_multiplies_bf16_faster", return_value=True):
+            nearest = ExactTopK(documents[:50] + 0.001, 10, "cosine", block=1000)
+        with mock.patch.object(module, "_bf16_product", side_effect=module._bf16_product) as product:
+            nearest.add(documents, 0)
+        assert nearest._rounds is rounds and product.call_count == (5 if rounds else 1)
 
 
 VALUES = [0, 1, -1, 1 + 2**-10, -1 - 2**-10, 3, 2**10, -(2**10), 2**-12]

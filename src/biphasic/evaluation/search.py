@@ -35,7 +35,8 @@ class ExactTopK:
     Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with
     or without TF32, at any position in a block, unless the terms cancel to 1e-9 of them. Of equal scores, the lower position
     ranks first. An fp32 product chooses the sums that are needed: those that the bound on its error can't exclude from the
-    query's best. A query with many of them in a block is compared with the whole block in fp64.
+    query's best. Where products of bf16 are faster, one of rounded vectors chooses, as long as that adds few sums. A query
+    with many of them in a block is compared with the whole block in fp64.
 
     `queries` are floating [queries, width]; documents are moved to their device. `similarity` is `cosine` or `dot`.
     """
@@ -45,6 +46,7 @@ class ExactTopK:
         self._queries = self._to_fp64(queries)
         self._lengths = _in_range(self._queries.norm(dim=1))
         self._scaled = (self._queries / self._lengths[:, None]).float().nan_to_num()
+        self._rounds = _multiplies_bf16_faster(queries.device)
         self._best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
 
     def add(self, documents: Tensor, first: int, mask: Tensor | None = None) -> None:
@@ -58,7 +60,7 @@ class ExactTopK:
             scaled, longest = self._scale(rows)
             allowed = None if mask is None else mask[:, start : start + len(rows)].to(rows.device)
             parts = [slice(at, at + _QUERIES) for at in range(0, len(self._queries), _QUERIES)]
-            chosen = [self._choose(part, scaled, longest, allowed) for part in parts]
+            chosen = [self._candidates(part, scaled, longest, allowed) for part in parts]
             used = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
             for _, column, many in chosen:
                 used[column] = True
@@ -88,14 +90,49 @@ class ExactTopK:
         longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
         return (block if self._cosine else (block / longest).nan_to_num()).float(), longest
 
-    def _choose(self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _candidates(self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
         """Return the pairs of a part of the queries and a block's documents that may be among the best: both numbers, int64
         [pairs], by query, and which queries, bool [queries], have too many, which are left out."""
-        best, scale = self._best[part], (self._lengths[part] * longest)[:, None]
-        error = _fp32_error(scaled.shape[1])
-        product = _fp32_product(self._scaled[part], scaled)
+        best, queries, scale = self._best[part], self._scaled[part], (self._lengths[part] * longest)[:, None]
+        allowed, few = None if allowed is None else allowed[part], len(queries) * len(scaled) // 32
+        chosen = self._choose_rounded(best, queries, scaled, scale, allowed) if self._rounds else None
+        if chosen is None or len(chosen) > few:
+            fewer = self._choose(best, queries, scaled, scale, allowed)
+            self._rounds = self._rounds and (chosen is None or len(chosen) - len(fewer) <= few)
+            chosen = fewer
+        query = chosen // len(scaled)
+        many = query.bincount(minlength=len(best)) > len(scaled) // 8
+        if many.any():
+            chosen = chosen[~many[query]]
+            query = chosen // len(scaled)
+        return query, chosen - query * len(scaled), many
+
+    def _choose_rounded(
+        self, best: Tensor, queries: Tensor, scaled: Tensor, scale: Tensor, allowed: Tensor | None
+    ) -> Tensor | None:
+        """Choose as `_choose` by a product of vectors rounded to bf16; return None where that can't exclude half of them."""
+        if best.shape[1] < self._k:
+            return None
+        (left, left_error), (right, right_error) = _round_to_bf16(queries), _round_to_bf16(scaled)
+        # By the triangle inequality, for lengths up to 1.01. Tensor cores truncate sums: up to 4 times the error.
+        error = 1.01 * (left_error + right_error.amax()) + 4 * _fp32_error(scaled.shape[1])
+        least = _least_product(_scores(best.amin(1, keepdim=True)), scale, error)
+        if not (least > 0).all():
+            return None
+        # The bits of positive floats have the order of integers, and those of negative floats are below.
+        product = _bf16_product(left, right).view(torch.int16)
         if allowed is not None:
-            product.masked_fill_(~allowed[part], -torch.inf)
+            product.masked_fill_(~allowed, -1)
+        return _positions_of(product, least.bfloat16().view(torch.int16))
+
+    def _choose(self, best: Tensor, queries: Tensor, scaled: Tensor, scale: Tensor, allowed: Tensor | None) -> Tensor:
+        """Return which pairs may be among the best, by an fp32 product: query times documents plus document, int64 [pairs].
+
+        `queries` and `scaled` are fp32 [rows, width], `scale`, fp64 [queries, 1], what their products are multiplied by.
+        """
+        product, error = _fp32_product(queries, scaled), _fp32_error(scaled.shape[1])
+        if allowed is not None:
+            product.masked_fill_(~allowed, -torch.inf)
         worst = torch.full_like(scale, -torch.inf)
         if best.shape[1] == self._k:
             worst = _scores(best.amin(1, keepdim=True))
@@ -104,17 +141,7 @@ class ExactTopK:
             size = min(8, len(scaled) // self._k)
             largest = product[:, : len(scaled) // size * size].view(len(best), size, -1).amax(1)
             worst = (largest.topk(self._k, dim=1).values[:, -1:].double() - error) * scale
-        # The least product of scaled vectors of the worst score; -2 is below all. fp32 makes scores equal that lie far
-        # apart on this scale: near 0 and beyond its largest number.
-        lowest = worst.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
-        least = (lowest / scale - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
-        chosen = _true_positions(product >= least)
-        query = chosen // len(scaled)
-        many = query.bincount(minlength=len(best)) > len(scaled) // 8
-        if many.any():
-            chosen = chosen[~many[query]]
-            query = chosen // len(scaled)
-        return query, chosen - query * len(scaled), many
+        return _positions_of(product, _least_product(worst, scale, error))
 
     def _pair_keys(self, part: slice, block: Tensor, row: Tensor, query: Tensor, position: Tensor, least: int) -> Tensor:
         """Return the keys of pairs, sorted by query, as int64 [queries of the part, most pairs of one], the rest `_EMPTY`.
@@ -276,13 +303,47 @@ def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
         return left @ right.T
 
 
+def _multiplies_bf16_faster(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
+def _round_to_bf16(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 vectors in bf16, and the lengths of what rounding changed, fp64 [rows, 1]."""
+    rounded = vectors.bfloat16()
+    return rounded, (vectors - rounded).norm(dim=1, keepdim=True).double()
+
+
+def _bf16_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right.T` of bf16 vectors, summed in fp32 and rounded to bf16."""
+    setting, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    before = getattr(setting, name)
+    setattr(setting, name, False)
+    try:
+        return left @ right.T
+    finally:
+        setattr(setting, name, before)
+
+
+def _least_product(worst: Tensor, scale: Tensor, error: Tensor | float) -> Tensor:
+    """Return the least product of scaled vectors whose score may be `worst` or more, fp32 [queries, 1]; -2 is below all.
+
+    fp32 makes scores equal that lie far apart on the scale of products: near 0 and beyond its largest number.
+    """
+    lowest = worst.double().clamp(max=torch.finfo(torch.float32).max) - 2.0**-149
+    return (lowest / scale - error).nan_to_num(-2.0, torch.inf, -2.0).clamp(min=-2.0).float()
+
+
 def _largest(best: Tensor, found: Tensor, width: int) -> Tensor:
     return torch.cat([best, found], dim=1).topk(width, dim=1, sorted=False).values
 
 
-def _true_positions(mask: Tensor) -> Tensor:
-    """Return where a flattened mask is true, int64. NumPy takes a tenth of PyTorch's time on the CPU."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.flatten().nonzero()[:, 0]
+def _positions_of(products: Tensor, least: Tensor) -> Tensor:
+    """Return where flattened products are at least their row's least, int64. NumPy is several times faster on the CPU."""
+    if products.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(products.numpy() >= least.numpy()))
+    return (products >= least).flatten().nonzero()[:, 0]
 
 
 def _pair_sums(queries: Tensor, block: Tensor, begins: Tensor, column: Tensor) -> Tensor:
