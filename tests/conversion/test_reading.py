@@ -2,6 +2,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,46 @@ def test_filters_of_lists_compare_their_elements(ending: str, tmp_path: Path) ->
         read(file, filters=[{"column": "languages", "any_of": [1]}])
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.binary(2), pa.dictionary(pa.int8(), pa.binary()), pa.list_(pa.binary())])
+def test_filters_of_text_that_is_stored_as_bytes(kind: pa.DataType, tmp_path: Path) -> None:
+    """As Spark and Hive write it. What is not UTF-8 equals no text."""
+    languages = [b"fr", b"en", b"\xff\xff", None]
+    values = [each and [each] for each in languages] if pa.types.is_list(kind) else languages
+    file, texts_of = tmp_path / "a.parquet", ["one", "two", "three", "four"]
+    pq.write_table(pa.table({"text": texts_of, "language": pa.array(values, kind)}), file)
+    kept = [texts(read(file, id=None, filters=[{"column": "language", key: ["fr"]}])) for key in ("any_of", "none_of")]
+    assert kept == [["one"], ["two", "three"]]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.float32(), pa.float64(), pa.decimal128(5, 2), pa.decimal256(60, 20), pa.dictionary(pa.int8(), pa.float32())]
+)
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_filters_compare_numbers_as_they_are_written(kind: pa.DataType, in_lists: bool, tmp_path: Path) -> None:
+    """Whatever their type: 0.7 of 32 bits is 0.699999988 in a float's 64."""
+    exact = pa.types.is_decimal(kind)
+    scores: list[Any] = [None if each == 5 else Decimal(each) / 10 if exact else each / 10 for each in range(20)]
+    values = pa.array([[score] for score in scores], pa.list_(kind)) if in_lists else pa.array(scores, kind)
+    pq.write_table(pa.table({"text": [str(each) for each in range(20)], "score": values}), tmp_path / "a.parquet")
+
+    def kept(**condition: Any) -> list[int]:
+        return [int(text) for text in texts(read(tmp_path, id=None, filters=[{"column": "score", **condition}]))]
+
+    assert kept(any_of=[0.1, 0.7, 1]) == [1, 7, 10]
+    assert kept(none_of=[0.7, 1.0]) == [each for each in range(20) if each not in (7, 10, *[5] * (not in_lists))]
+    if not in_lists:
+        assert kept(min=0.7) == [*range(7, 20)]
+        assert kept(min=0.1, max=0.7) == [1, 2, 3, 4, 6, 7]
+
+
+def test_filters_know_every_digit_of_whole_numbers(tmp_path: Path) -> None:
+    number = 2**53 + 1
+    pq.write_table(pa.table({"text": ["a"], "n": pa.array([Decimal(number)], pa.decimal128(38, 0))}), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text(f"text,n\nb,{number}\n")
+    for shift, expected in ((0, ["a", "b"]), (-1, [])):
+        assert texts(read(tmp_path, id=None, filters=[{"column": "n", "any_of": [number + shift]}])) == expected
+
+
 def test_a_parquet_file_whose_texts_are_all_null_has_no_documents(tmp_path: Path) -> None:
     """Its column has the type null. A filter on such a column keeps nothing."""
     file = tmp_path / "a.parquet"
@@ -200,6 +241,14 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["1"]), pa.array(["a"]), pa.array(["b"])], ["id", "text", "text"]), file)
     with pytest.raises(UserError, match=r"a\.parquet: has several columns 'text': rename them, or remove all but one"):
         read(file)
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        (tmp_path / name).write_text("id,text,n,n,text\n1,a,2,3,b\n".replace(",", delimiter))
+        with pytest.raises(UserError, match=rf"{name}, line 1: has several columns 'text': rename them, or remove"):
+            read(tmp_path / name)
+    (tmp_path / "b.csv").write_text("id,text,n,n\n1,a,2,3\n")
+    assert texts(read(tmp_path / "b.csv")) == ["a"]  # this column is not read
+    with pytest.raises(UserError, match=r"b\.csv, line 1: has several columns 'n'"):
+        read(tmp_path / "b.csv", filters=[{"column": "n", "min": 1}])
 
 
 def test_csv_s_true_and_false(tmp_path: Path) -> None:

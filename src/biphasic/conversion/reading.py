@@ -3,9 +3,12 @@
 import csv
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
 from biphasic.conversion.source_files import (
@@ -94,6 +97,12 @@ def missing_column(where: str, column: str, existing: Sequence[str], path: str, 
     return UserError(f"source {where}: has no column {column!r} (it has: {names}); {advice}")
 
 
+def require_once(where: str, column: str, existing: Sequence[str]) -> None:
+    """Raise a UserError if several columns have this name."""
+    if existing.count(column) > 1:
+        raise UserError(f"source {where}: has several columns {column!r}: rename them, or remove all but one")
+
+
 def _expected(path: str, config: ConvertConfig) -> str:
     """Return what a file with columns should hold, with an example line."""
     if (kind := kind_of(path)) == "parquet":
@@ -139,7 +148,7 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row, names = 0, columns(config)
+    row, names, filtered = 0, columns(config), {condition.column for condition in config.filters}
     try:
         with hub_errors(), open_file(file) as handle:
             reader = pq.ParquetFile(handle, page_checksum_verification=True)
@@ -148,7 +157,7 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
             # One row group at a time: of several, pyarrow would keep in memory all that it has read.
             for group in range(first, end):
                 for batch in reader.iter_batches(_BATCH_ROWS, [group], names):
-                    for entry in zip(*(_column_values(batch.column(name)) for name in names), strict=True):
+                    for entry in zip(*(_column_values(batch.column(name), name in filtered) for name in names), strict=True):
                         row += 1
                         values = dict(zip(names, entry, strict=True))
                         yield _document(values[config.text_column], values, f"{file.path}, row {row}", config)
@@ -156,17 +165,38 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
         raise read_error(file, f"is damaged after row {row}", error) from error
 
 
-def _column_values(column: Any) -> list[Any]:
-    """Return a column's values, as bytes if they are texts that are not UTF-8."""
+def _column_values(column: Any, is_filtered: bool) -> list[Any]:
+    """Return a column's values, as bytes if they are texts that are not UTF-8. A filter's are such as JSON would have."""
     import pyarrow as pa
 
     try:
-        return column.to_pylist()
+        values = column.to_pylist()
     except UnicodeDecodeError:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         values = column.cast(pa.large_binary(), safe=False).to_pylist()
         return [None if value is None else _decode(value) for value in values]
+    if not is_filtered:
+        return values
+    kind = column.type
+    while (inner := getattr(kind, "value_type", None)) is not None:  # of lists and dictionaries
+        kind = inner
+    single = {"float": np.float32, "halffloat": np.float16}.get(str(kind))
+    return [_as_written(value, single) for value in values]
+
+
+def _as_written(value: Any, single: Callable[[float], Any] | None) -> Any:
+    """Return a value as JSON would have it: text that is stored as bytes, decimals, and floats of the type `single`.
+
+    In double precision, 0.7 of 32 bits is 0.699999988.
+    """
+    if isinstance(value, list):
+        return [_as_written(each, single) for each in value]
+    if isinstance(value, bytes):
+        return _decode(value)
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
+    return float(str(single(value))) if single is not None and value is not None else value
 
 
 def _decode(value: bytes) -> str | bytes:
@@ -205,6 +235,9 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
                 yield Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
             except (ValueError, RecursionError) as error:
                 expected = _expected(file.path, config)
+                if is_first and stripped.startswith(b"{") and stripped.endswith((b"{", b"[", b",")):
+                    problem = "is the beginning of an object over several lines"
+                    raise UserError(f"source {where}: {problem}; expected {expected}, or an array of objects") from None
                 yield Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {expected}")
             else:
                 yield _json_object(values, file.path, where, config, is_first)
@@ -276,6 +309,7 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
             for column in columns(config):
                 if column not in header:
                     raise missing_column(where, column, header, file.path, config)
+                require_once(where, column, header)
         elif len(row) != len(header):
             fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
             yield Skipped("not CSV", where, f"has {fields}")
@@ -288,10 +322,10 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
 
 
 def _scalar(text: str) -> float | bool | str:
-    try:
-        return float(text)
-    except ValueError:
-        return {"true": True, "false": False}.get(text.lower(), text)
+    for number in (int, float):  # a float has only 53 bits of a large whole number
+        with suppress(ValueError):
+            return number(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:

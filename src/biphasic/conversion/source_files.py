@@ -17,7 +17,7 @@ from biphasic.storage.hub import hub_errors
 
 READ_BYTES = 1 << 20
 JSON_KINDS = ("jsonl", "ndjson", "json")
-"""Suffixes of files of JSON: an object in each line, objects over several lines, or an array of objects."""
+"""Suffixes of files of JSON: an object in each line, or an array of objects."""
 TEXT_KINDS = ("txt", "md", "markdown", "rst")
 """Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
 KINDS = ("parquet", *JSON_KINDS, "csv", "tsv", *TEXT_KINDS)

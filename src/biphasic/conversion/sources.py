@@ -15,7 +15,15 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.reading import Document, Skipped, columns, missing_column, read_start, read_up_to_damage
+from biphasic.conversion.reading import (
+    Document,
+    Skipped,
+    columns,
+    missing_column,
+    read_start,
+    read_up_to_damage,
+    require_once,
+)
 from biphasic.conversion.source_files import (
     COMPRESSIONS,
     KINDS,
@@ -275,8 +283,7 @@ def _layout(file: SourceFile, config: ConvertConfig) -> FileLayout:
     for column in columns(config):
         if column not in schema.names:
             raise missing_column(file.path, column, schema.names, file.path, config)
-        if schema.names.count(column) > 1:
-            raise UserError(f"{source}: has several columns {column!r}: rename them, or remove all but one")
+        require_once(file.path, column, schema.names)
     kind = schema.field(config.text_column).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
     # Where all values of a file are null, writers give the column this type. Its rows are skipped, since they have no text.
