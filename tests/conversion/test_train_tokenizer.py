@@ -67,6 +67,26 @@ def test_special_tokens_and_a_folder_of_its_own(file: Path, tmp_path: Path, caps
     assert tokenizer.convert_tokens_to_ids(["<|pad|>", "<|bos|>", "<|eos|>", "[MASK]", "[UNK]", "<ref>"]) == [*range(6)]
 
 
+@pytest.mark.parametrize("token", ["<ref>", "the", "<a b>", "[東京]"])
+def test_an_added_token_is_an_ordinary_one(
+    token: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Conversion, AutoTokenizer and gigatoken make one token of it, it can be masked, and nobody is warned of its name."""
+    assert main(["tokenizer", str(file), "--size", "400", "--add", token]) == 0
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    text = f"{token}In {token}{token} <|eos|>"
+    [ids] = tokenizer.encode([text])
+    assert ids.count(4) == 3 and 4 not in tokenizer.special_ids and tokenizer.tokenizer.id_to_token(4) == token
+    auto = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert auto.encode(text, split_special_tokens=False)[:-1] == ids[: len(auto.encode(text)) - 1]
+    assert auto.decode(ids) == tokenizer.tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert BulkEncoder(tokenizer, "gigatoken").encode([text])[0].tolist() == ids
+    (tmp_path / "marked.jsonl").write_text("".join(f'{{"id": "{n}", "text": "{n}{token}"}}\n' for n in range(9)))
+    capsys.readouterr()
+    assert main(["convert", str(file), f"source.paths=[{tmp_path / 'marked.jsonl'}]"]) == 0
+    assert "special tokens" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("keeps_marks", "text", "tokens"),
     [
@@ -122,6 +142,11 @@ def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys
         (["--size", "100"], "--size: expected at least 260 (256 bytes and 4 special tokens); got 100"),
         (["--special", "masked=x"], "--special: expected ROLE=TOKEN with a role of pad, bos, eos, mask"),
         (["--special", "mask=<|eos|>"], "special tokens: must be distinct"),
+        (
+            ["--add", "<é>"],
+            "--add: expected a text that is decoded to itself, e.g. of ASCII characters; '<é>' would be decoded to '<\ufffd>'",
+        ),
+        (["--add", ""], "--add: expected a text that is decoded to itself, e.g. of ASCII characters; ''"),
         (["--max-text", "much"], "--max-text: expected a size such as 200gb; got 'much'"),
         (["tokenizer=EuroBERT/EuroBERT-210m"], "is not a local folder; set the folder to write with --out"),
         (["--out", "text"], "text: exists and is not a tokenizer folder"),

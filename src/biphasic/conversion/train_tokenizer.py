@@ -1,5 +1,6 @@
 """Train a byte-level BPE tokenizer on the text that a conversion reads."""
 
+import json
 import re
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def train_tokenizer(
         folder: local folder to write, in the format of transformers.
         size: number of tokens, including special tokens and the 256 bytes. A small text may give fewer.
         special_tokens: token by role, e.g. `{"mask": "<mask>"}`.
-        added_tokens: further tokens that are never split, e.g. for markup.
+        added_tokens: ordinary tokens that are never split, e.g. for markup.
         max_bytes: maximum bytes of text (UTF-8) to read, of each file in proportion to its size. None reads all.
         force: whether to replace an earlier tokenizer in `folder`.
 
@@ -86,6 +87,10 @@ def train_tokenizer(
     if size < len(special) + BYTES:
         raise UserError(f"--size: expected at least {len(special) + BYTES} ({BYTES} bytes and {len(special)} special "
                         f"tokens); got {size}")  # fmt: skip
+    for token in added_tokens:
+        if (decoded := decoders.ByteLevel().decode([token])) != token or not token:
+            expected = "expected a text that is decoded to itself, e.g. of ASCII characters"
+            raise UserError(f"--add: {expected}; {token!r} would be decoded to {decoded!r}")
     with user_errors(f"{folder}: can't be written"):
         _require_free(folder, force)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +116,12 @@ def train_tokenizer(
     if not read["documents"]:
         longer = f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)" if max_bytes else ""
         raise UserError(f"source: no document of the training split has text{longer}: a tokenizer can't be trained")
+    # The trainer makes all of them special, and the name of a special token in a text is encoded as plain text.
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] not in added_tokens
     names = {f"{role}_token": token for role, token in special_tokens.items()}
-    trained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names)
+    trained = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)), **names)
     # The library in Rust raises bare Exceptions, as on a full disk.
     with user_errors(f"{folder}: can't be written", Exception), atomic_path(folder) as partial:
         trained.save_pretrained(partial)
