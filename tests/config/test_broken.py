@@ -76,6 +76,42 @@ def test_invalid_overrides(override: str, key: str) -> None:
     assert caught.value.problems[0].key == key
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("###", "null"), ("---", "null"), ("&a", "null"), ("--- x", '"x"'), ("exp #2", '"exp"'), ("東京\t#2", '"東京"'),
+        ("null # none", "null"), ("5 # five", "5"), ("[a] #b", '["a"]'), ("|", '""'),
+    ],
+)  # fmt: skip
+def test_an_override_of_which_yaml_ignores_a_part(text: str, read: str) -> None:
+    """The override in the message, as a shell passes it, gives the text."""
+    with pytest.raises(ConfigError) as caught:
+        load(CONVERT, [f"source.separator={text}"])
+    [problem] = caught.value.problems
+    assert (problem.where, problem.key) == ("command line", "source.separator")
+    assert problem.message.startswith(f"YAML reads {text!r} as {read}: ")
+    [override] = shlex.split(problem.message.rpartition(", ")[2])
+    config: Any = load(CONVERT, [override])
+    assert config.source.separator == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None),
+        ("~", None),
+        (" Null ", None),
+        ("'###'", "###"),
+        ('"a # b"', "a # b"),
+        ("a#b", "a#b"),
+        ("a ---", "a ---"),
+    ],
+)
+def test_an_override_that_yaml_reads_as_a_whole(text: str, value: str | None) -> None:
+    config: Any = load(CONVERT, [f"source.separator={text}"])
+    assert config.source.separator == value
+
+
 def test_global_batch_must_divide_by_the_ranks() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size: expected a multiple of the number of ranks \(3\)"):
         load(ROOT / "yamls" / "quickstart.yaml", [], ranks=3)

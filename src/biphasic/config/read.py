@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,6 +22,7 @@ _FIELD = re.compile(r"\s*\{\w+\}")
 _KIND = re.compile(r"[^=]*\.(kind|phases\.\d+\.name)=")
 _REFERENCE = re.compile(r"\$\{(?!oc\.env:)([^}]*)")  # an interpolation, except of the environment
 _COMMAND_LINE = "command line"
+_EMPTY = ("null", "Null", "NULL", "~", "''", '""')
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
 _READ_ERRORS = (
@@ -180,6 +182,15 @@ def _override(text: str, tree: KeyTree) -> None:
         return
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+        node = yaml.compose(value, Loader=_LOADER)
+    # Comments and signs such as `---` are outside of the value, and a sign such as `&a` is a value without text.
+    ignored = "" if node is None else value[: node.start_mark.index] + value[node.end_mark.index :]
+    is_empty = parsed["value"] in (None, "") and value.strip() not in _EMPTY
+    if ignored.strip() or is_empty:
+        read = json.dumps(parsed["value"], ensure_ascii=False, default=str)
+        quoted = f"{key}={shlex.quote(json.dumps(value, ensure_ascii=False))}"
+        problem = f"YAML reads {value!r} as {read}: leave out what it ignores, or put quotes around a text, {quoted}"
+        raise _config_error(_COMMAND_LINE, key, problem)
     tree.update(key, parsed["value"], dict.fromkeys([key, *dict(flatten(parsed["value"], key))], _COMMAND_LINE))
     for section in accumulate(key.split("."), "{}.{}".format):  # those that no file has
         tree.where.setdefault(section, _COMMAND_LINE)

@@ -89,18 +89,16 @@ def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str
         damaged.append(str(error))
 
 
-def missing_column(where: str, column: str, existing: Sequence[str], path: str, config: ConvertConfig) -> UserError:
-    """Return the error about a column that a file lacks. It shows what the file should hold."""
-    # A JSON key can contain half of a surrogate pair, which can't be printed.
-    names = ", ".join(sorted(existing)).encode("utf-8", "replace").decode()
-    advice = f"set text_column, id_column or filters; expected {_expected(path, config)}"
-    return UserError(f"source {where}: has no column {column!r} (it has: {names}); {advice}")
-
-
-def require_once(where: str, column: str, existing: Sequence[str]) -> None:
-    """Raise a UserError if several columns have this name."""
-    if existing.count(column) > 1:
-        raise UserError(f"source {where}: has several columns {column!r}: rename them, or remove all but one")
+def require_columns(where: str, existing: Sequence[str], path: str, config: ConvertConfig) -> None:
+    """Raise a UserError, which shows what the file should hold, unless it has each column once."""
+    for column in columns(config):
+        if (count := existing.count(column)) > 1:
+            raise UserError(f"source {where}: has several columns {column!r}: rename them, or remove all but one")
+        if not count:
+            # A JSON key can contain half of a surrogate pair, which can't be printed.
+            names = ", ".join(sorted(existing)).encode("utf-8", "replace").decode()
+            advice = f"set text_column, id_column or filters; expected {_expected(path, config)}"
+            raise UserError(f"source {where}: has no column {column!r} (it has: {names}); {advice}")
 
 
 def _expected(path: str, config: ConvertConfig) -> str:
@@ -176,13 +174,11 @@ def _column_values(column: Any, is_filtered: bool) -> list[Any]:
             column = column.dictionary_decode()
         values = column.cast(pa.large_binary(), safe=False).to_pylist()
         return [None if value is None else _decode(value) for value in values]
-    if not is_filtered:
-        return values
     kind = column.type
     while (inner := getattr(kind, "value_type", None)) is not None:  # of lists and dictionaries
         kind = inner
     single = {"float": np.float32, "halffloat": np.float16}.get(str(kind))
-    return [_as_written(value, single) for value in values]
+    return [_as_written(value, single) for value in values] if is_filtered else values
 
 
 def _as_written(value: Any, single: Callable[[float], Any] | None) -> Any:
@@ -262,8 +258,8 @@ def _read_json_array(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]
 def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_first: bool) -> Entry:
     if not isinstance(values, dict):
         return Skipped("not JSON", where, f"is not JSON of the form {{{config.text_column!r}: …}}")
-    if is_first and (missing := [column for column in columns(config) if column not in values]):
-        raise missing_column(where, missing[0], list(values), path, config)
+    if is_first:
+        require_columns(where, list(values), path, config)
     text = values.get(config.text_column)
     if text is not None and not isinstance(text, str):
         problem = f"column {config.text_column!r} holds {type(text).__name__}, not text"
@@ -306,10 +302,7 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
         if header is None:
             header = row
             require_separator(f"source {where}", header, _DELIMITERS[kind_of(file.path)])
-            for column in columns(config):
-                if column not in header:
-                    raise missing_column(where, column, header, file.path, config)
-                require_once(where, column, header)
+            require_columns(where, header, file.path, config)
         elif len(row) != len(header):
             fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
             yield Skipped("not CSV", where, f"has {fields}")

@@ -15,15 +15,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.reading import (
-    Document,
-    Skipped,
-    columns,
-    missing_column,
-    read_start,
-    read_up_to_damage,
-    require_once,
-)
+from biphasic.conversion.reading import Document, Skipped, read_start, read_up_to_damage, require_columns
 from biphasic.conversion.source_files import (
     COMPRESSIONS,
     KINDS,
@@ -280,10 +272,7 @@ def _layout(file: SourceFile, config: ConvertConfig) -> FileLayout:
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
         raise read_error(file, "is not a complete Parquet file", error) from error
-    for column in columns(config):
-        if column not in schema.names:
-            raise missing_column(file.path, column, schema.names, file.path, config)
-        require_once(file.path, column, schema.names)
+    require_columns(file.path, schema.names, file.path, config)
     kind = schema.field(config.text_column).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
     # Where all values of a file are null, writers give the column this type. Its rows are skipped, since they have no text.
