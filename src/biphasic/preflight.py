@@ -269,7 +269,7 @@ def _data(config: PretrainConfig) -> str:
     conversion_record(config, tokenizer, read_conversions(config.streams))
     for stream in config.splits.values():
         require_shards(stream, only_first=True)
-    if problems := stored_row_problems(config.splits, config.row_lengths, tokenizer.vocab_size, first_shards=True):
+    if problems := stored_row_problems(config.splits, config.row_lengths, tokenizer, first_shards=True):
         raise UserError("\n".join(problems))
     splits = len(config.splits)
     line = f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"

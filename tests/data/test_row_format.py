@@ -17,10 +17,11 @@ from biphasic.config.conversion_checks import check_rows, stored_row_problems
 from biphasic.data.mds_reader import ShardError, row_reader
 from biphasic.data.streaming import build_loader
 from biphasic.data.streams import RowStream
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from conftest import Write
 from helpers.numbered_rows import data, open_rows
-from helpers.tiny import EOS, LENGTH, WORDS, config_of, launch, losses, train
+from helpers.tiny import EOS, LENGTH, MASK, PAD, WORDS, config_of, launch, losses, train, write_tokenizer
 
 Make = Callable[[np.ndarray], dict[str, Any]]
 ROWS = 60
@@ -40,6 +41,11 @@ def write(
         for number in range(ROWS):
             out.write(make(ids_of(number, length(number))))
     return folder
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    write_tokenizer(folder / "tokenizer")
+    return load_tokenizer(str(folder / "tokenizer"))
 
 
 FORMATS: dict[str, tuple[dict[str, str], Make]] = {
@@ -63,7 +69,9 @@ def test_rows_of_others_are_read(name: str, end: int | None, tmp_path: Path) -> 
     columns, make = FORMATS[name]
     config = data(write(tmp_path / "made", columns, make, compression="zstd" if end else None))
     stream = replace(config.streams["data.train"], document_end=end)
-    batches: Any = build_loader(config.reading, {"data.train": stream}, 8, seed=3, train=False, vocab_size=WORDS)
+    batches: Any = build_loader(
+        config.reading, {"data.train": stream}, 8, seed=3, train=False, tokenizer=tokenizer_of(tmp_path)
+    )
     rows = 0
     for batch in batches:
         for tokens, segments, row, lengths in zip(
@@ -84,6 +92,23 @@ def test_a_document_that_ends_with_the_row(tmp_path: Path) -> None:
     stream = RowStream(local=str(made), document_end=EOS)
     read = row_reader("data.train", stream, json.loads((made / "index.json").read_text()), LENGTH, None)
     assert read(make(ids_of(0)))["lengths"].tolist() == [3, LENGTH // 2 - 3, LENGTH // 2]
+
+
+@pytest.mark.parametrize(
+    ("roles", "end", "row"),
+    [
+        ({}, PAD, [PAD, PAD]),  # what separates documents
+        ({"eos_id": PAD}, None, [PAD, PAD]),  # GPT-2's padding, and ends of empty documents
+        ({"unknown_id": PAD}, None, [PAD, PAD]),
+        ({}, None, [PAD, MASK]),
+    ],
+)
+def test_tokens_that_need_not_be_padding(roles: dict[str, int], end: int | None, row: list[int], tmp_path: Path) -> None:
+    make: Make = lambda ids: {"tokens": np.append(ids[2:], row).astype(np.uint16)}  # noqa: E731
+    made = write(tmp_path / "made", {"tokens": "ndarray:uint16"}, make)
+    index, tokenizer = json.loads((made / "index.json").read_text()), replace(tokenizer_of(tmp_path), **roles)
+    read = row_reader("data.train", RowStream(local=str(made), document_end=end), index, LENGTH, tokenizer)
+    assert read(make(ids_of(0)))["tokens"].tolist()[-2:] == row
 
 
 def shorter(number: int) -> int:
@@ -133,6 +158,18 @@ REFUSED: dict[str, tuple[dict[str, str], Make, Callable[[int], int], str]] = {
         lambda _: LENGTH,
         rf"a row has {LENGTH - 1} tokens; expected exactly data\.sequence_length",
     ),
+    "padded at the end": (
+        {"input_ids": "ndarray:int32"},
+        lambda ids: {"input_ids": np.append(ids[:-2], [PAD, PAD]).astype(np.int32)},
+        lambda _: LENGTH,
+        rf"a row has padding \(id {PAD}\) at an end; expected {LENGTH} tokens of text: join or leave out",
+    ),
+    "padded at the beginning": (
+        {"input_ids": "ndarray:int64"},
+        lambda ids: {"input_ids": np.append([PAD] * 9, ids[9:]).astype(np.int64)},
+        lambda _: LENGTH,
+        rf"a row has padding \(id {PAD}\) at an end",
+    ),
     "bytes of int32": (
         {"tokens": "bytes"},
         lambda ids: {"tokens": ids.astype(np.int32).tobytes()},
@@ -161,9 +198,9 @@ def test_other_rows_are_refused_in_one_line(name: str, tmp_path: Path, write_yam
     made = write(tmp_path / "made", columns, make, length)
     config = config_of(write_yaml(data__train={"local": str(made)}))
     [problem] = commands_plan._pretraining_plan(config, 1).problems
-    [in_preflight] = stored_row_problems(config.splits, config.row_lengths, WORDS, first_shards=True)
+    [in_preflight] = stored_row_problems(config.splits, config.row_lengths, tokenizer_of(tmp_path), first_shards=True)
     with pytest.raises(UserError, match=message) as caught:
-        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=WORDS))
+        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, tokenizer=tokenizer_of(tmp_path)))
     for line in (problem, in_preflight, str(caught.value)):
         assert "\n" not in line
         assert re.search(message, line)
@@ -178,9 +215,9 @@ def test_nested_folders_whose_indexes_streaming_merged_are_refused(tmp_path: Pat
     merge_index(str(made))
     config = config_of(write_yaml(data__train={"local": str(made)}))
     [problem] = commands_plan._pretraining_plan(config, 1).problems
-    [in_preflight] = stored_row_problems(config.splits, config.row_lengths, WORDS, first_shards=True)
+    [in_preflight] = stored_row_problems(config.splits, config.row_lengths, tokenizer_of(tmp_path), first_shards=True)
     with pytest.raises(UserError) as caught:
-        build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=WORDS)
+        build_loader(config.data.reading, config.streams, 8, seed=3, train=True, tokenizer=tokenizer_of(tmp_path))
     message = f"data.train: the index of {made} lists 0/shard.00000.mds 2 times, so another file is never read: expected"
     assert all(line.startswith(message) and "\n" not in line for line in (problem, in_preflight, str(caught.value)))
 
@@ -222,9 +259,9 @@ def test_document_end_that_can_not_be_used(tmp_path: Path, write_yaml: Write) ->
 
 def test_ids_of_a_conversion_beyond_the_vocabulary_are_refused(tmp_path: Path, write_yaml: Write) -> None:
     """Without its record nothing else compares the tokenizer: an index error of the embedding would be left."""
-    config = config_of(write_yaml())
+    config, small = config_of(write_yaml()), replace(tokenizer_of(tmp_path), vocab_size=20)
     with pytest.raises(ShardError, match=r"but `tokenizer` has 20 tokens$"):
-        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, vocab_size=20))
+        list(build_loader(config.data.reading, config.streams, 8, seed=3, train=True, tokenizer=small))
 
 
 def test_a_mix_of_own_rows_and_those_of_others(tmp_path: Path, write_yaml: Write) -> None:

@@ -151,7 +151,7 @@ def show(options: Namespace) -> int:
     for key, stream in own.streams.items():
         dataset = stream.remote or stream.local
         index = read_index(dataset)
-        read = row_reader(key, stream, index, own.data.sequence_length, tokenizer.vocab_size)
+        read = row_reader(key, stream, index, own.data.sequence_length, tokenizer)
         for row_id, row in read_rows(dataset, [id - first_id for id in options.ids]):
             print(f"=== row {first_id + row_id}: {dataset}\n{row_as_text(read(row), tokenizer)}")
         # Row ids of a mix continue from one dataset to the next.

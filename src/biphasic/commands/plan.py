@@ -108,6 +108,6 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     run_plan.missing += checks.missing
     # Not with the others, because their time may be over before the library that decodes shards is imported.
     local = {key: stream for key, stream in config.splits.items() if not is_remote(stream.remote or stream.local)}
-    rows = stored_row_problems(local, config.row_lengths, checks.vocab_size, first_shards=True)
+    rows = stored_row_problems(local, config.row_lengths, checks.tokenizer, first_shards=True)
     run_plan.problems += dict.fromkeys([*checks.problems, *rows, *faults])
     return run_plan

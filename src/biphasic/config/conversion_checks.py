@@ -35,13 +35,13 @@ _MAX_UNUSED = 0.1
 class RowChecks:
     """What a plan reports about rows and tokenizer: what stops the run, what has to be made first, and likely mistakes.
 
-    `vocab_size` is the tokenizer's, if that is a local folder.
+    `tokenizer` is the run's, if that is a local folder.
     """
 
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    vocab_size: int | None = field(default=None, compare=False)
+    tokenizer: Tokenizer | None = field(default=None, compare=False)
 
 
 def row_problems(config: PretrainConfig, conversions: Conversions, tokenizer: Tokenizer | None) -> list[str]:
@@ -110,9 +110,9 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     checks.problems += row_problems(config, conversions, tokenizer)
     if source is not None and is_folder(source) and (warning := bos_warning(source, conversions)):
         checks.warnings.append(warning)
-    checks.vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    checks.tokenizer = tokenizer
     checks.warnings += opened_streams(config.splits)[1]
-    checks.problems += stored_row_problems(config.splits, config.row_lengths, checks.vocab_size, first_shards=False)
+    checks.problems += stored_row_problems(config.splits, config.row_lengths, tokenizer, first_shards=False)
     architecture = architecture_of(config.model)
     sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
     sizes += [] if tokenizer is None else [tokenizer.vocab_size]
@@ -127,7 +127,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
 
 
 def stored_row_problems(
-    streams: Mapping[str, RowStream], lengths: Mapping[str, int], vocab_size: int | None, *, first_shards: bool
+    streams: Mapping[str, RowStream], lengths: Mapping[str, int], tokenizer: Tokenizer | None, *, first_shards: bool
 ) -> list[str]:
     """Return why rows of `lengths` tokens, by key, can't be read from the streams: by columns, or others' first shards.
 
@@ -145,7 +145,7 @@ def stored_row_problems(
             from biphasic.data.mds_reader import row_reader, rows_of_shard
 
             try:
-                read = row_reader(key, stream, index, lengths[key], vocab_size)
+                read = row_reader(key, stream, index, lengths[key], tokenizer)
                 if first_shards and "lengths" not in shard["column_names"]:
                     for row in rows_of_shard(dataset, shard, range(shard["samples"])):
                         read(row)

@@ -106,15 +106,19 @@ def _others_decoder(shard: dict[str, Any]) -> Callable[[bytes], StoredRow]:
 
 
 def row_reader(
-    key: str, stream: RowStream, index: Mapping[str, Any], length: int, vocab_size: int | None
+    key: str, stream: RowStream, index: Mapping[str, Any], length: int, tokenizer: Tokenizer | None
 ) -> Callable[[Mapping[str, Any]], StoredRow]:
     """Decide how the rows of the stream with this key are read, from its index, which lists at least one shard.
 
     Returns a function from a stored row to `tokens` [length] and `lengths` uint32 [segments]. It raises a ShardError if a
-    row has another length, or an id that isn't in the vocabulary (None: any). Raises a UserError if the columns can't be
-    read as rows of `length` tokens (`data.sequence_length`), `document_end` can't be used, or a shard is listed twice.
+    row has another length, an id that isn't in the tokenizer's vocabulary (None: any), or padding. Raises a UserError if the
+    columns can't be read as rows of `length` tokens (`data.sequence_length`), `document_end` can't be used, or a shard is
+    listed twice.
     """
     dataset, shards, end = stream.remote or stream.local, index["shards"], stream.document_end
+    vocab_size, pad = (None, None) if tokenizer is None else (tokenizer.vocab_size, tokenizer.pad_id)
+    if tokenizer is not None and pad in (end, tokenizer.eos_id, tokenizer.bos_id, tokenizer.unknown_id):
+        pad = None  # rows may end with it
     described = " or ".join(sorted({_describe(shard) for shard in shards}))
     columns, own = described.split(", "), _CONVERSION.fullmatch(described)
     ids = [match for each in columns if (match := _IDS.fullmatch(each))]
@@ -151,6 +155,9 @@ def row_reader(
             raise ShardError(f"{name} has token ids from {low} to {high}, but `tokenizer` has {vocab_size} tokens")
         if own is not None:
             return dict(row)
+        if pad is not None and (np.all(tokens[:2] == pad) or np.all(tokens[-2:] == pad)):
+            expected = f"expected {length} tokens of text: join or leave out the texts that were padded"
+            raise ShardError(f"{name} has padding (id {pad}) at an end; {expected}")
         ends = [] if end is None else np.flatnonzero(tokens == end) + 1
         return {"tokens": tokens, "lengths": np.diff(np.union1d(ends, [length]), prepend=0).astype(np.uint32)}
 

@@ -22,6 +22,7 @@ from biphasic.data.mds_reader import ShardError, StoredRow, row_reader
 from biphasic.data.shards import open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, require_shared_memory
 from biphasic.data.streams import INDEX, ReadingSettings, RowStream, opened_streams
+from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError, first_line, is_lost_rank
 from biphasic.processes import require_short_temporary_folder
 from biphasic.storage import user_error
@@ -158,7 +159,7 @@ def build_loader(
     *,
     train: bool,
     batches: int | None = None,
-    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Loader:
     """Build the data loader for one rank's batches.
 
@@ -169,7 +170,7 @@ def build_loader(
         seed: seed for shuffling.
         train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
         batches: number of global batches that a validation reads, spread over the split. None: all of it.
-        vocab_size: number of tokens in the vocabulary, above all ids of rows. None: not checked.
+        tokenizer: the one of the rows, whose ids and padding are compared with them. None: not checked.
 
     Raises:
         UserError: a stream is missing, unfinished or can't be opened, its rows have other columns or another length, the
@@ -215,7 +216,7 @@ def build_loader(
         dataset.num_canonical_nodes = 1
     loaders = settings.num_workers * dataset._parallel_rank_world.ranks_per_node
     require_shared_memory(dataset.epoch_size, settings.sequence_length, batch_size, loaders)
-    _set_readers(dataset, streams, settings.sequence_length, vocab_size)
+    _set_readers(dataset, streams, settings.sequence_length, tokenizer)
     if limit is not None:
         _require_room(limit, dataset, settings.num_workers)
         dataset.cache_limit = limit
@@ -235,12 +236,12 @@ def build_loader(
     )
 
 
-def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: int, vocab_size: int | None) -> None:
+def _set_readers(dataset: RowDataset, streams: Mapping[str, RowStream], length: int, tokenizer: Tokenizer | None) -> None:
     # Shared by the processes of this machine, and removed with the dataset's other shared memory.
     checked = SharedArray(dataset.num_shards, np.uint8, prefix._get_path(dataset._shm_prefix_int, "checked"))
     for number, (key, stream) in enumerate(streams.items()):
         index, own = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8")), dataset.streams[number]
-        read, first = row_reader(key, stream, index, length, vocab_size), int(dataset.shard_offset_per_stream[number])
+        read, first = row_reader(key, stream, index, length, tokenizer), int(dataset.shard_offset_per_stream[number])
         own.validate_hash = next((name for entry in index["shards"][:1] for name in entry["hashes"]), None)
         for at, shard in enumerate(dataset.shards[first : first + len(index["shards"])], start=first):
             _set_reader(shard, own, at, checked, read)

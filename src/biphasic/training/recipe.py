@@ -108,9 +108,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     batches = TrainingBatches(
         resolve_phases(phases, config.max_duration),
         inputs,
-        lambda own, rows: build_loader(
-            own.reading, own.streams, rows, config.seed, train=True, vocab_size=tokenizer.vocab_size
-        ),
+        lambda own, rows: build_loader(own.reading, own.streams, rows, config.seed, train=True, tokenizer=tokenizer),
     )
     run.check_rows(index_hashes(streams))
     run.check_later_data(stream for key, stream in streams.items() if not key.startswith("data."))
@@ -174,7 +172,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=data_spec(batches),
-        eval_dataloader=_evaluators(config, run, tokenizer.vocab_size, validation),
+        eval_dataloader=_evaluators(config, run, tokenizer, validation),
         max_duration=str(config.max_duration),
         optimizers=optimizer,
         algorithms=algorithms,
@@ -228,13 +226,13 @@ def _validation_objectives(config: PretrainConfig) -> dict[str, Objective]:
     return {name: each.validating(config.evaluation.masking_ratio) for name, each in last.items()}
 
 
-def _evaluators(config: PretrainConfig, run: Run, vocab_size: int, objectives: Iterable[str]) -> list[Evaluator]:
+def _evaluators(config: PretrainConfig, run: Run, tokenizer: Tokenizer, objectives: Iterable[str]) -> list[Evaluator]:
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
     streams, count = {"data.validation": config.splits["data.validation"]}, config.evaluation.batches
     reading = config.data.reading
-    batches = build_loader(reading, streams, rows, config.seed, train=False, batches=count, vocab_size=vocab_size)
+    batches = build_loader(reading, streams, rows, config.seed, train=False, batches=count, tokenizer=tokenizer)
     is_due = interval_schedule(run_settings(config).validation_interval, config.max_duration)
 
     def validates(state: State, event: Event) -> bool:
