@@ -82,6 +82,23 @@ def test_a_vocabulary_of_another_size(data: Path) -> None:
     assert checks_of(data, "model.vocab_size=320") == RowChecks()
 
 
+def test_an_epoch_with_fewer_rows_than_a_global_batch(data: Path, tmp_path: Path) -> None:
+    """Also that of a later phase, of its own data, which another program wrote, and of a mix."""
+    assert checks_of(data, "global_batch_size=4000").problems == []
+    message = "data.train: an epoch has 4,000 rows, fewer than a global batch (4,008)"
+    assert checks_of(data, "global_batch_size=4008").problems == [message]
+    assert checks_of(data, "objective.phases.1.global_batch_size=4008").problems == [message]
+    columns = {"column_names": ["tokens"], "column_encodings": ["ndarray:uint16:512"], "compression": None}
+    files = [{**columns, "samples": 20, "raw_data": {"basename": f"{number}.mds"}, "zip_data": None} for number in range(2)]
+    (tmp_path / "index.json").write_text(json.dumps({"shards": files}))
+    of_phase = [f"objective.phases.1.data={{train: {{local: {tmp_path}}}}}", "objective.phases.1.global_batch_size=48"]
+    key = "objective.phases.1.data.train"
+    assert checks_of(data, *of_phase).problems == [f"{key}: an epoch has 40 rows, fewer than a global batch (48)"]
+    mix = f"data.mix={{a: {{local: {data / 'train'}, proportion: 0.5}}, b: {{local: {tmp_path}, proportion: 0.5}}}}"
+    [problem] = checks_of(data, "data.train=null", mix, "global_batch_size=4048").problems
+    assert problem == "data.mix.a, data.mix.b: an epoch has 4,040 rows, fewer than a global batch (4,048)"
+
+
 def test_what_is_missing(data: Path) -> None:
     missing = checks_of(data, "tokenizer=runs/nothing", "data.validation.local=runs/nowhere").missing
     assert missing == [

@@ -15,6 +15,7 @@ from biphasic.errors import UserError
 from biphasic.initial_model import build_language_model
 from biphasic.model import attention
 from biphasic.model import backbone as backbone_module
+from biphasic.model.architecture import rows_problem
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
@@ -134,6 +135,31 @@ def test_plans_know_of_other_rows_that_are_too_long(write_yaml: Write, tmp_path:
     assert plan(config_of(write_yaml(model=longer)), 1).problems == []
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": "many", "rope_scaling": [1]}')
     assert plan(config, 1).problems == []  # loading it will say what is wrong
+
+
+@pytest.mark.parametrize("family", ["opt", "biogpt"])
+def test_learned_positions_allow_no_longer_rows(family: str, write_yaml: Write, tmp_path: Path) -> None:
+    """Nor another maximum, whose table the model's files don't have."""
+    path, own = tmp_path / "model", {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    saved_decoder(family, path, **own, max_position_embeddings=LENGTH)
+    assert plan(config_of(write_yaml("fits", model={"init_from": str(path)})), 1).problems == []
+    build_language_model(ModelConfig(init_from=str(path)), LENGTH, seed=0)
+    longer = {"sequence_length": 2 * LENGTH, "train": {"local": str(tmp_path / "long")}}
+    phases = {"objective__phases": [{"name": "clm", "until": "6ba"}, {"name": "mlm", "data": longer}]}
+    changes: list[tuple[int | None, int, dict[str, Any]]] = [(None, 2 * LENGTH, phases), (2 * LENGTH, LENGTH, {})]
+    for maximum, rows, keys in changes:
+        model = {"init_from": str(path), "max_position_embeddings": maximum}
+        [problem] = plan(config_of(write_yaml(f"rows-{rows}", model=model, **keys)), 1).problems
+        assert problem.startswith(f"model.init_from: {path} has {LENGTH} learned positions, none for longer rows: set ")
+        with pytest.raises(UserError) as caught:
+            build_language_model(ModelConfig(init_from=str(path), max_position_embeddings=maximum), rows, seed=0)
+        assert str(caught.value).partition("phases")[0] == problem.partition("phases")[0]
+
+
+def test_a_rotary_model_whose_config_names_no_base_may_be_lengthened() -> None:
+    """As LLaMA's first. GPT-NeoX's older name for the base is `rotary_emb_base`."""
+    for key in ("rms_norm_eps", "rotary_emb_base"):
+        assert rows_problem("x", {"max_position_embeddings": 32, key: 1}, 64, 64) is None
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])

@@ -1,7 +1,7 @@
 """Compare a pretraining run with the records of the conversions that it reads, in the run and in its plan."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +113,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     checks.tokenizer = tokenizer
     checks.warnings += opened_streams(config.splits)[1]
     checks.problems += stored_row_problems(config.splits, config.row_lengths, tokenizer, first_shards=False)
+    checks.problems += epoch_problems(config, conversions)
     architecture = architecture_of(config.model)
     sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
     sizes += [] if tokenizer is None else [tokenizer.vocab_size]
@@ -124,6 +125,21 @@ def check_rows(config: PretrainConfig) -> RowChecks:
             unused = f"the other rows of embedding and head are never used (expected {tokens:,}, or a little more)"
             checks.warnings.append(f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: {unused}")
     return checks
+
+
+def epoch_problems(config: PretrainConfig, conversions: Conversions) -> Iterator[str]:
+    """Yield which data have fewer rows in an epoch than a global batch, where their records or indexes can be read."""
+
+    def rows_of(key: str, stream: RowStream) -> int:
+        if key in conversions:
+            return conversions[key].split["rows"]
+        return sum(shard["samples"] for shard in read_index(stream.remote or stream.local)["shards"])
+
+    for each in sources(config.inputs):
+        with suppress(UserError, LookupError, TypeError):
+            rows = each.data.epoch_rows or sum(rows_of(*item) for item in each.streams.items())
+            if rows < (largest := max(own.rows for own in config.inputs if own.source == each.source)):
+                yield f"{', '.join(each.streams)}: an epoch has {rows:,} rows, fewer than a global batch ({largest:,})"
 
 
 def stored_row_problems(

@@ -179,6 +179,13 @@ def rows_problem(path: str, content: Mapping[str, Any], longest: int, max_positi
             f"(also of phases; the longest is {longest}) to at most {rope.length} and leave model.max_position_embeddings "
             'out, or remove the scaling from its config.json ("rope_type": "default")'
         )
+    # LLaMA's first config.json has rotary positions, and no key for them.
+    is_rotary = any("rope" in key or "rotary" in key for key in content) or "rms_norm_eps" in content
+    if isinstance(own, int) and not is_rotary and (longest > own or max_positions not in (None, own)):
+        return (
+            f"model.init_from: {path} has {own} learned positions, none for longer rows: set data.sequence_length (also of "
+            f"phases; the longest is {longest}) to at most {own} and leave model.max_position_embeddings out"
+        )
     positions = max_positions or own
     if isinstance(positions, int) and positions < longest:
         return (
