@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from biphasic.config.convert import ConvertConfig
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.load import load
+from biphasic.config.load import load, load_job
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import ConfigError
+from biphasic.errors import ConfigError, UserError
 
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.yaml"))
 ROOT = Path(__file__).parents[2]
@@ -269,6 +270,13 @@ def test_message_of_an_invalid_file(text: str, message: str, tmp_path: Path) -> 
         load(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value) or "can't be read" in message
+
+
+def test_a_folder_in_place_of_a_yaml(tmp_path: Path) -> None:
+    """As of `biphasic show conv/main 0`, which needs the YAML of a run that reads the rows."""
+    for schema, job in ((PretrainConfig, "pretrain"), (ConvertConfig, "convert")):
+        with pytest.raises(UserError, match=rf"^{tmp_path}: is a folder; expected a YAML of job: {job}$"):
+            load_job(schema, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{text} {text_pair}", "{text}", "{text}: {text_pair}", " {text_pair}, {text}"])

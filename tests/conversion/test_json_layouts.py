@@ -64,8 +64,6 @@ def test_an_array_of_something_else_is_named(tmp_path: Path) -> None:
 def test_an_object_over_several_lines_is_refused(indent: str, ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.{ending}"
     file.write_text(f'\n{indent} "id": "1"}}\n')
-    message = (
-        rf"^source {file}, line 2: is the beginning of an object over several lines; expected a line such as \{{.*array"
-    )
+    message = rf"^source {file}, line 2: begins an object over several lines; expected a line such as \{{.*array"
     with pytest.raises(UserError, match=message):
         read(file)

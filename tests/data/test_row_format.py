@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[dict[str, str], Make, Callable[[int], int], str]] = {
         {"input_ids": "ndarray:int32"},
         lambda ids: {"input_ids": np.append(ids[:-2], [PAD, PAD]).astype(np.int32)},
         lambda _: LENGTH,
-        rf"a row has padding \(id {PAD}\) at an end; expected {LENGTH} tokens of text: join or leave out",
+        rf"a row has padding \(id {PAD}\) at an end; expected {LENGTH} tokens of text, joined or cut$",
     ),
     "padded at the beginning": (
         {"input_ids": "ndarray:int64"},

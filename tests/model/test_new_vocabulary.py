@@ -143,6 +143,16 @@ def test_added_tokens_and_another_name_of_a_special_token_need_no_new_vocabulary
     assert torch.equal(model.lm_head.weight, before["lm_head.weight"])
 
 
+def test_a_model_with_fewer_rows_than_tokens_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as one beside whose files another model's tokenizer lies."""
+    tokenizer = load_tokenizer(str(write_kind(tmp_path / "model", "byte-level")))
+    for rows, grows in ((50, True), (tokenizer.vocab_size, False), (tokenizer.vocab_size + PADDED, False)):
+        saved_decoder("llama", tmp_path / "model", vocab_size=rows)
+        build_language_model(ModelConfig(init_from=str(tmp_path / "model")), 32, 0, tokenizer)
+        said = f"model.init_from: its 50 tokens become {tokenizer.vocab_size}, the new ones with the mean of all vectors\n"
+        assert (said in capsys.readouterr().out) == grows
+
+
 def test_a_checkpoint_s_tokenizer_is_the_one_of_its_run(write_yaml: Write, tmp_path: Path) -> None:
     path = write_yaml(max_duration="1ba", objective__phases=[{"name": "clm"}], schedule={})
     checkpoint = str(train(config_of(path)) / "checkpoints" / "ba1-rank0.pt")

@@ -50,10 +50,11 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
 
 def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None) -> Job:
     """Read a YAML as `load` does. Raises a UserError if its job is not that of `schema`."""
-    config = load(file, overrides)
+    config = None if Path(file).is_dir() else load(file, overrides)
     if not isinstance(config, schema):
         expected = next(job for job in JOBS if schema_of(job) is schema)
-        raise UserError(f"{file}: is job: {config.job}; expected job: {expected}")
+        found = "a folder" if config is None else f"job: {config.job}"
+        raise UserError(f"{file}: is {found}; expected a YAML of job: {expected}")
     return config
 
 

@@ -40,8 +40,7 @@ class ModelConfig(Section):
     """Base of the rotary position embeddings. Default: 10,000, as the paper's models; with `init_from` the model's own."""
     max_position_embeddings: Positive | None = None
     """The longest sequence that the model is for, recorded in its configuration; rotary positions need no weights for it.
-    Default: the longest row of any phase; with `init_from` the model's own, at least `data.sequence_length`. Learned positions
-    (OPT) allow no other value."""
+    Default: the longest row of any phase; with `init_from` the model's own, at least `data.sequence_length`."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the mean square in RMSNorm (EuroBERT's code)."""
     initializer_range: Annotated[float, Field(gt=0)] = 0.02

@@ -185,8 +185,7 @@ def _override(text: str, tree: KeyTree) -> None:
         node = yaml.compose(value, Loader=_LOADER)
     # Comments and signs such as `---` are outside of the value, and a sign such as `&a` is a value without text.
     ignored = "" if node is None else value[: node.start_mark.index] + value[node.end_mark.index :]
-    is_empty = parsed["value"] in (None, "") and value.strip() not in _EMPTY
-    if ignored.strip() or is_empty:
+    if ignored.strip() or (parsed["value"] in (None, "") and value.strip() not in _EMPTY):
         read = json.dumps(parsed["value"], ensure_ascii=False, default=str)
         quoted = f"{key}={shlex.quote(json.dumps(value, ensure_ascii=False))}"
         problem = f"YAML reads {value!r} as {read}: leave out what it ignores, or put quotes around a text, {quoted}"

@@ -172,8 +172,7 @@ def _column_values(column: Any, is_filtered: bool) -> list[Any]:
     except UnicodeDecodeError:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        values = column.cast(pa.large_binary(), safe=False).to_pylist()
-        return [None if value is None else _decode(value) for value in values]
+        values, is_filtered = column.cast(pa.large_binary(), safe=False).to_pylist(), True
     kind = column.type
     while (inner := getattr(kind, "value_type", None)) is not None:  # of lists and dictionaries
         kind = inner
@@ -182,10 +181,7 @@ def _column_values(column: Any, is_filtered: bool) -> list[Any]:
 
 
 def _as_written(value: Any, single: Callable[[float], Any] | None) -> Any:
-    """Return a value as JSON would have it: text that is stored as bytes, decimals, and floats of the type `single`.
-
-    In double precision, 0.7 of 32 bits is 0.699999988.
-    """
+    """Return a value as JSON would have it. In double precision, 0.7 of the type `single` is 0.699999988."""
     if isinstance(value, list):
         return [_as_written(each, single) for each in value]
     if isinstance(value, bytes):
@@ -232,8 +228,8 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
             except (ValueError, RecursionError) as error:
                 expected = _expected(file.path, config)
                 if is_first and stripped.startswith(b"{") and stripped.endswith((b"{", b"[", b",")):
-                    problem = "is the beginning of an object over several lines"
-                    raise UserError(f"source {where}: {problem}; expected {expected}, or an array of objects") from None
+                    problem = f"begins an object over several lines; expected {expected}, or an array of objects"
+                    raise UserError(f"source {where}: {problem}") from None
                 yield Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {expected}")
             else:
                 yield _json_object(values, file.path, where, config, is_first)

@@ -89,8 +89,7 @@ def train_tokenizer(
                         f"tokens); got {size}")  # fmt: skip
     for token in added_tokens:
         if (decoded := decoders.ByteLevel().decode([token])) != token or not token:
-            expected = "expected a text that is decoded to itself, e.g. of ASCII characters"
-            raise UserError(f"--add: {expected}; {token!r} would be decoded to {decoded!r}")
+            raise UserError(f"--add: expected a text such as <code>; {token!r} would be decoded to {decoded!r}")
     with user_errors(f"{folder}: can't be written"):
         _require_free(folder, force)
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -111,9 +111,8 @@ def row_reader(
     """Decide how the rows of the stream with this key are read, from its index, which lists at least one shard.
 
     Returns a function from a stored row to `tokens` [length] and `lengths` uint32 [segments]. It raises a ShardError if a
-    row has another length, an id that isn't in the tokenizer's vocabulary (None: any), or padding. Raises a UserError if the
-    columns can't be read as rows of `length` tokens (`data.sequence_length`), `document_end` can't be used, or a shard is
-    listed twice.
+    row has another length, an id that `tokenizer` lacks, or padding. Raises a UserError if the columns can't be read as rows
+    of `length` tokens (`data.sequence_length`), `document_end` can't be used, or a shard is listed twice.
     """
     dataset, shards, end = stream.remote or stream.local, index["shards"], stream.document_end
     vocab_size, pad = (None, None) if tokenizer is None else (tokenizer.vocab_size, tokenizer.pad_id)
@@ -156,8 +155,7 @@ def row_reader(
         if own is not None:
             return dict(row)
         if pad is not None and (np.all(tokens[:2] == pad) or np.all(tokens[-2:] == pad)):
-            expected = f"expected {length} tokens of text: join or leave out the texts that were padded"
-            raise ShardError(f"{name} has padding (id {pad}) at an end; {expected}")
+            raise ShardError(f"{name} has padding (id {pad}) at an end; expected {length} tokens of text, joined or cut")
         ends = [] if end is None else np.flatnonzero(tokens == end) + 1
         return {"tokens": tokens, "lengths": np.diff(np.union1d(ends, [length]), prepend=0).astype(np.uint32)}
 

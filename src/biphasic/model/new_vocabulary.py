@@ -37,6 +37,9 @@ def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild:
         problem = f"{new.source} is not that of model.init_from, {place} ({difference})"
         advice = "or set model.new_vocabulary=overlap to rebuild embedding and head"
         raise UserError(f"tokenizer: {problem}: convert the data with the model's own, {advice}")
+    rows = model.lm_head.out_features
+    if rows < new.vocab_size and is_first_rank():
+        print(f"model.init_from: its {rows:,} tokens become {new.vocab_size:,}, the new ones with the mean of all vectors")
     model.resize_token_embeddings(new.vocab_size)
 
 
