@@ -88,6 +88,15 @@ def test_a_retrieval_set_of_one_s_own_is_scored_on_itself() -> None:
     assert finetune.task.name == "scifact"
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression", "multi_label"])
+def test_pairs_of_one_s_own_are_read_with_both_texts(kind: str) -> None:
+    about = {"kind": kind, "license": "none", "source": {"files": {"train": ["a.jsonl"]}}, "text_column": "a"}
+    sets = {"single": about, "pair": {**about, "text_pair_column": "b"}}
+    config = TasksConfig.model_validate({"job": "tasks", "output": "out", "tasks": sets})
+    assert load_line(after_tasks(config, ["pair"])).task.text == "{text} {text_pair}"
+    assert load_line(after_tasks(config, ["single"])).task.text == "{text}"
+
+
 def test_tasks_without_training_data() -> None:
     config = load("yamls/data/tasks.yaml")
     assert isinstance(config, TasksConfig)

@@ -16,10 +16,12 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.downstream.prepare import prepare_task
 from biphasic.export.onnx import export_onnx
 from biphasic.finetuning.classification import MultiLabel, best_threshold
+from biphasic.finetuning.records import DownstreamResult
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import build_task, run_trial, scored_sets
 from biphasic.model.heads import TextHead
 from biphasic.model.segments import Segments
+from biphasic.report.example_scores import example_values
 from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.toy_sets import config_of
 
@@ -129,6 +131,30 @@ def test_the_loss_is_transformers_s(tuned: tuple[FinetuneConfig, Path]) -> None:
     expected = torch.nn.BCEWithLogitsLoss()(head(means), targets)
     loss = task.loss(head, hidden, segments, {"labels": targets.reshape(-1)})
     assert float(loss) / 2 == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("correct", "predicted", "micro", "macro"),
+    [
+        ([[1], [0], [1], [0], [1]], [[1], [1], [0], [0], [1]], 4 / 6, 4 / 6),
+        ([[1], *[[0]] * 9], [[0]] * 10, 0, 0),
+        ([[0]] * 3, [[0]] * 3, 0, 0),
+        ([[1, 0], [0, 1], [1, 0], [0, 0]], [[1, 0], [0, 0], [0, 1], [0, 0]], 2 / 5, 1 / 3),
+        ([[1, 0, 0], [1, 1, 0], [0, 0, 0]], [[1, 1, 0], [1, 0, 1], [0, 0, 0]], 4 / 7, 1 / 3),
+    ],
+)  # fmt: skip
+def test_f1_by_hand(tuned: tuple[FinetuneConfig, Path], correct: Any, predicted: Any, micro: float, macro: float) -> None:
+    """Of one label it is that label's alone, and `compare` computes the same."""
+    config, _ = tuned
+    task: Any = build_task(config.model, config.task, config.cache)
+    task.data.record = {**task.data.record, "label_names": NAMES[: len(correct[0])]}
+    task.threshold = 0.5
+    gold, chosen = ([task._names(np.flatnonzero(row)) for row in rows] for rows in (correct, predicted))
+    scores = task.metrics(gold, {"predicted": chosen, "score": predicted}, {})
+    assert (scores["micro_f1"], scores["macro_f1"]) == pytest.approx((micro, macro))
+    result = DownstreamResult("it", "it", "multi_label", "micro_f1", None, micro)
+    examples = example_values(result, {"id": [], "gold": gold, "predicted": chosen})
+    assert float(examples.score(examples.values)) == pytest.approx(micro)
 
 
 def test_the_best_threshold() -> None:

@@ -46,6 +46,7 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     own, keys = _FINETUNE / f"{name}.yaml", [f"task.data={join(config.output, name)}"]
     if not own.is_file():
         own, keys = _FINETUNE / f"own_{config.tasks[name].kind}.yaml", [*keys, f"task.name={name}"]
+        keys += ["task.text={text} {text_pair}"] * (getattr(config.tasks[name], "text_pair_column", None) is not None)
     return _next(str(own), "model.path=ENCODER", *keys)
 
 

@@ -62,9 +62,13 @@ class TaskFolder:
         """Return the names of a table's columns."""
         return self._open(table, parquet.read_schema).names
 
+    def null_count(self, table: str, column: str) -> int:
+        """Return the number of rows without a value in a column."""
+        return self._select(table, [column])[column].null_count
+
     def list_lengths(self, table: str, column: str) -> list[int]:
         """Return the length of each row's list in a column; 0 for null."""
-        lists = self._open(table, functools.partial(parquet.read_table, columns=[column]))[column]
+        lists = self._select(table, [column])[column]
         return [length or 0 for length in pc.list_value_length(lists).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self, table: str, schema: str) -> dict[str, list[Any]]:
@@ -72,14 +76,16 @@ class TaskFolder:
 
         Raises a UserError if the table is missing, lacks a column or has no rows.
         """
-        columns = SCHEMAS[schema].names
-        content = self._open(table, parquet.read_table)
-        if missing := [column for column in columns if column not in content.column_names]:
-            existing = ", ".join(content.column_names)
-            raise UserError(f"{self.path}/{table}.parquet: has no column {missing[0]!r} (it has: {existing})")
+        content = self._select(table, SCHEMAS[schema].names)
         if not content.num_rows:
             raise UserError(f"{self.path}/{table}.parquet: has no rows")
-        return content.select(columns).to_pydict()
+        return content.to_pydict()
+
+    def _select(self, table: str, columns: list[str]) -> pa.Table:
+        existing = self.columns(table)
+        if missing := [column for column in columns if column not in existing]:
+            raise UserError(f"{self.path}/{table}.parquet: has no column {missing[0]!r} (it has: {', '.join(existing)})")
+        return self._open(table, functools.partial(parquet.read_table, columns=columns))
 
     def _open(self, table: str, read: Callable[[Path], Any]) -> Any:
         with user_errors(f"{self.path}/{table}.parquet: can't be read", pa.ArrowException):

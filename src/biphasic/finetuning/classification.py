@@ -36,9 +36,15 @@ class Classification(PredictionTask):
             raise UserError(f"task.metrics: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
         return TextHead(width, len(self.label_names or []))
 
-    def tokenize(self, columns: Columns, title: str) -> Examples:
-        if "{text_pair}" in self.config.text and None in columns["text_pair"]:
+    def check_data(self) -> list[str]:
+        nulls = {table: folder.null_count(table, "text_pair") for folder, table in self.tables()}
+        pairs, is_read = self.data.row_count("train") - nulls["train"], "{text_pair}" in self.config.text
+        if is_read and any(nulls.values()):
             raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
+        problem = f"{self.config.text!r} leaves out the text_pair of {pairs:,} training examples in {self.config.data}"
+        return [f"task.text: {problem}: '{{text}} {{text_pair}}' reads both"] if pairs and not is_read else []
+
+    def tokenize(self, columns: Columns, title: str) -> Examples:
         pairs = zip(columns["text"], columns["text_pair"], strict=True)
         rows = [{"text": text, "text_pair": pair} for text, pair in pairs]
         texts, lost = format_and_cut(self.text_tokenizer, self.config.text, rows, self.max_length, title)
@@ -173,7 +179,9 @@ class MultiLabel(Classification):
         assert self.threshold is not None, "`answers` chooses it"
         binarizer: Any = MultiLabelBinarizer(classes=self.data.label_names)
         correct, predicted = binarizer.fit_transform(gold), binarizer.fit_transform(answers["predicted"])
-        f1 = [f1_score(correct, predicted, average=name, zero_division=0) for name in ("micro", "macro")]  # pyright: ignore[reportArgumentType]
+        # scikit-learn takes the column of a single label for two classes, of which 1 is the label.
+        options: Any = {"labels": [1] if correct.shape[1] == 1 else None, "zero_division": 0}
+        f1 = [f1_score(correct, predicted, average=name, **options) for name in ("micro", "macro")]
         occurs = correct.any(0)
         probabilities = np.array(answers["score"])
         precision = average_precision_score(correct[:, occurs], probabilities[:, occurs]) if occurs.any() else 0.0

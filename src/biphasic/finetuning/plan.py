@@ -53,7 +53,7 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
         from biphasic.finetuning.trial import check_trial
 
         try:
-            check_trial(config)
+            job_plan.warnings += check_trial(config)
         except UserError as error:
             job_plan.problems.append(str(error))
     saved = ", model/" if config.save_model else ", no model (save_model: false)"

@@ -80,7 +80,7 @@ class TrainedModel:
                 bar.update(len(indices))
 
 
-RESULT_FORMAT = 3
+RESULT_FORMAT = 4
 """Version of tokenization and training. Increase it with every change that alters scores for the same settings."""
 _TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt", "labelled", "end_of_text"}
 """Keys of a `task:` section that affect the tokens, besides `max_length`."""
@@ -133,6 +133,10 @@ class FinetuneTask(ABC):
     @abstractmethod
     def build_head(self, width: int) -> nn.Module:
         """Return the module to train on top of an encoder with hidden states of dimension `width`."""
+
+    def check_data(self) -> list[str]:
+        """Return warnings about data and settings; a UserError if they don't fit each other. No text is tokenized."""
+        return []
 
     @abstractmethod
     def training_examples(self) -> Examples:

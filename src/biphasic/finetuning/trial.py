@@ -28,7 +28,7 @@ from biphasic.model.hf_config import file_stamps, load_hf_config, model_fingerpr
 from biphasic.model.text_tokenizer import TextTokenizer, load_text_tokenizer
 from biphasic.provenance import provenance
 from biphasic.quiet import progress_bars
-from biphasic.ranks import COLLECTIVE_SECONDS
+from biphasic.ranks import COLLECTIVE_SECONDS, print_once
 
 FAMILIES: dict[str, type[FinetuneTask]] = {
     "classification": Classification,
@@ -120,6 +120,8 @@ def train_and_score(
     times = [time.monotonic()]
     with progress_bars(config.logging.progress_bar):
         task = build_task(config.model, config.task, config.cache)
+        for warning in task.check_data():
+            print_once(f"WARNING: {config.task.name}: {warning}")
         encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
         encoder.text_tokenizer = task.scored_tokenizer
         if config.save_model:
@@ -151,8 +153,8 @@ def train_and_score(
     return result, model, task, files
 
 
-def check_trial(config: FinetuneConfig) -> None:
-    """Raise a UserError if model, data and settings don't fit each other, as far as it shows without weights."""
+def check_trial(config: FinetuneConfig) -> list[str]:
+    """Return warnings about model, data and settings; a UserError if they don't fit, as far as it shows without weights."""
     task, model = build_task(config.model, config.task, config.cache), load_hf_config(*_source(config.model))
     with torch.device("meta"):
         task.build_head(getattr(model, "hidden_size", 1 << 20))
@@ -160,6 +162,7 @@ def check_trial(config: FinetuneConfig) -> None:
         folder.row_count(table)
     if config.task.kind not in ("question_answering", "tokens"):  # windows are examples too
         warmup_batches(config, count_steps(config, task.data.row_count("train")))
+    return task.check_data()
 
 
 def _source(model: EncoderConfig) -> tuple[str, str | None, bool]:
