@@ -3,9 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+from safetensors.torch import load_file
+
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.finetuning.batches import warmup_batches
 from biphasic.finetuning.plan import plan_finetuning
+from biphasic.finetuning.run import run
 from helpers.tiny import ROOT
 from helpers.toy_sets import SIZES
 
@@ -40,6 +45,21 @@ def test_a_warmup_that_never_ends(toy: Path) -> None:
     [problem] = plan_finetuning(config_of(*keys, "warmup=25ba"), 1).problems
     assert problem.startswith("warmup: 25ba is not shorter than the training of 25 batches (one epoch, which max_duration")
     assert not plan_finetuning(config_of(*keys, "warmup=24ba"), 1).problems
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "expected"),
+    [("0.1dur", 1, 0), ("0.1dur", 2, 1), ("0.9dur", 2, 1), ("0.99dur", 10, 9), ("0dur", 1, 0)],
+)
+def test_a_share_of_warmup_leaves_a_batch(warmup: str, steps: int, expected: int) -> None:
+    assert warmup_batches(config_of(f"warmup={warmup}"), steps) == expected
+
+
+def test_a_training_of_one_batch_is_trained(toy: Path, tmp_path: Path) -> None:
+    keys = [f"model.path={toy / 'start'}", f"task.data={toy / 'tasks' / 'sst2'}", f"cache={tmp_path}/cache"]
+    folder = run(config_of(*keys, f"output={tmp_path}", f"batch_size={SIZES['train']}", "optimizer.lr=1e-2"))
+    start, trained = (load_file(path / "model.safetensors") for path in (toy / "start", folder / "model"))
+    assert any((trained[f"model.{name}"] - weight).abs().max() > 5e-3 for name, weight in start.items())
 
 
 def test_what_is_missing(tmp_path: Path) -> None:

@@ -70,10 +70,13 @@ def count_steps(config: FinetuneConfig, examples: int) -> int:
 
 
 def warmup_batches(config: FinetuneConfig, steps: int) -> int:
-    """Return the number of warmup batches; a UserError if they are not fewer than the training's `steps`."""
+    """Return the number of warmup batches, fewer than the training's `steps`; a UserError if as many are asked for.
+
+    A share, which is rounded up, leaves one batch: the only one of a warmup would be trained at the rate 0.
+    """
     if config.warmup.unit in ("dur", "ep"):
         share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
-        return int(Duration(share, "dur").resolve(Duration(steps, "ba")).value)
+        return min(int(Duration(share, "dur").resolve(Duration(steps, "ba")).value), steps - 1)
     if (batches := in_batches(config, config.warmup)) >= steps:
         training = f"training of {steps:,} batches (one epoch, which max_duration={config.max_duration} can't exceed)"
         raise UserError(f"warmup: {config.warmup} is not shorter than the {training}: give a share, such as 0.1dur")
