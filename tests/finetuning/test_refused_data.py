@@ -83,6 +83,47 @@ def two_grades(folder: Path) -> dict[str, Any]:
     return {"kind": "retrieval", "data": data}
 
 
+def second_text_left_out(folder: Path) -> dict[str, Any]:
+    rows = [{**row, "other": "w1" if at % 4 else "w2"} for at, row in enumerate(TEXTS)]
+    data = prepared(folder, rows, kind="classification", text_column="text", text_pair_column="other")
+    return {"kind": "classification", "data": data}
+
+
+def few_negatives(folder: Path) -> dict[str, Any]:
+    task = without_negatives(folder)
+    table = pq.read_table(f"{task['data']}/train.parquet").to_pydict()
+    table["negatives"] = [["w50", "w51"], *[["w50"]] * 3] * 10
+    pq.write_table(pa.table(table), f"{task['data']}/train.parquet")
+    return {**task, "hard_negatives": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (second_text_left_out, "task.text: '{text}' leaves out the text_pair of 40 training examples in "),
+        (few_negatives, "task.hard_negatives: 30 of 40 pairs in "),
+    ],
+)
+def test_plan_and_run_warn_of_the_same_data(
+    make: Any, message: str, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"name": "it", **make(tmp_path)}
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, task=task, max_duration="1ep")
+    [warning] = plan_finetuning(config, 1).warnings
+    assert warning.startswith(message)
+    run(config)
+    assert capsys.readouterr().out.count(f"WARNING: it: {warning}\n") == 1
+
+
+def test_what_is_read_completely_gives_no_warning(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs").mkdir()
+    pairs = {**second_text_left_out(tmp_path / "pairs"), "text": "{text_pair} {text}"}
+    for task in (pairs, {**few_negatives(tmp_path), "hard_negatives": 1}):
+        config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, task={"name": "it", **task}, max_duration="1ep")
+        job_plan = plan_finetuning(config, 1)
+        assert not job_plan.warnings and not job_plan.problems
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -102,5 +143,5 @@ def test_plan_and_run_refuse_the_same_data(make: Any, message: str, toy: Path, t
     with pytest.raises(UserError, match=message) as error:
         run(config)
     # A plan reads no texts.
-    problems = [] if make in (few_words, pairs_of_single_texts) else [str(error.value)]
+    problems = [] if make is few_words else [str(error.value)]
     assert plan_finetuning(config, 1).problems == problems

@@ -179,7 +179,7 @@ class RetrievalConfig(_TaskConfig):
     """Matryoshka: the loss is the sum of those of embeddings truncated to each of these dimensions, the largest first, and
     each is scored. Null: only the model's width."""
     hard_negatives: Count = 0
-    """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
+    """Maximum number of hard negatives in the batch for each query, sampled each epoch from the column `negatives`."""
     mask_positives: bool = False
     """Whether a query's other relevant documents, which the training pairs name, are no negatives for it. False: only equal
     documents are not, because the paper's library (sentence-transformers 3.4.1) masks none."""

@@ -27,6 +27,9 @@ from biphasic.model.segments import Segments
 from biphasic.model.text_tokenizer import TextTokenizer
 from biphasic.storage import parquet_bytes
 
+_REPEATED = -1
+"""The id of a document that only fills a batch. Hashes of texts are not negative."""
+
 
 class Retrieval(FinetuneTask):
     """Trains mean-pooled embeddings of query-document pairs. There is no head."""
@@ -46,15 +49,21 @@ class Retrieval(FinetuneTask):
         if config.loss == "kl" and not self.has_scores:
             advice = "prepare the pairs with `scores_column` (docs/tasks.md)"
             raise UserError(f"task.loss: kl needs a teacher's scores, and {config.data} has none: {advice}")
-        if config.hard_negatives:
-            counts = self.data.list_lengths("train", "negatives")
-            if missing := sum(not count for count in counts):
-                raise UserError(f"task.hard_negatives: {missing:,} of {len(counts):,} pairs in {config.data} have none")
+        self._negatives = self.data.list_lengths("train", "negatives") if config.hard_negatives else []
+        """Number of hard negatives of each training pair."""
+        if missing := sum(not count for count in self._negatives):
+            raise UserError(f"task.hard_negatives: {missing:,} of {len(self._negatives):,} pairs in {config.data} have none")
 
     def build_head(self, width: int) -> nn.Module:
         if self.config.dimensions and self.config.dimensions[0] > width:
             raise UserError(f"task.dimensions: {self.config.dimensions[0]} is more than the model's width of {width}")
         return nn.Identity()
+
+    def check_data(self) -> list[str]:
+        wanted, pairs = self.config.hard_negatives, len(self._negatives)
+        few = sum(count < wanted for count in self._negatives)
+        problem = f"{few:,} of {pairs:,} pairs in {self.config.data} have fewer than {wanted}, and are trained with those"
+        return [f"task.hard_negatives: {problem}"] if few else []
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
         scored = [
@@ -97,20 +106,26 @@ class Retrieval(FinetuneTask):
         return examples
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
-        """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch."""
-        documents, count, places = list(indices), self.config.hard_negatives, list[list[int]]()
+        """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch.
+
+        A pair with too few negatives repeats them, because every rank needs the same number of documents. The losses leave
+        out repeats, whose id is -1 and whose score is -inf.
+        """
+        documents, count, places, repeats = list(indices), self.config.hard_negatives, list[list[int]](), list[list[bool]]()
         for index in indices if count else ():
             negatives = examples["negatives"][index]
             generator = random.Random(f"hard negatives {seed} {epoch} {index}")
             sample = generator.sample(range(len(negatives)), min(count, len(negatives)))
-            # A pair with too few negatives repeats them, because every rank needs the same number of documents.
             places.append([sample[at % len(sample)] for at in range(count)])
+            repeats.append([at >= len(sample) for at in range(count)])
             documents += negatives[places[-1]].tolist()
         parts = examples["texts"].concatenate(indices), examples["documents"].concatenate(documents)
+        ids = examples["ids"].flat[documents]
+        ids[len(indices) + np.flatnonzero(repeats)] = _REPEATED
         batch: TaskBatch = {
             "tokens": torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).long(),
             "lengths": [length for _, lengths in parts for length in lengths],
-            "ids": torch.from_numpy(examples["ids"].flat[documents]),
+            "ids": torch.from_numpy(ids),
             "queries": len(indices),
         }
         if self.config.mask_positives:
@@ -121,6 +136,7 @@ class Retrieval(FinetuneTask):
             chosen = [[0, *(place + 1 for place in row)] for row in places]
             rows = [examples["scores"][index][row] for index, row in zip(indices, chosen, strict=True)]
             batch["scores"] = torch.from_numpy(np.stack(rows))
+            batch["scores"][:, 1:][torch.tensor(repeats)] = float("-inf")
         return batch
 
     def outputs(self, hidden: Tensor, segments: Segments) -> Tensor:
@@ -240,7 +256,7 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
     Args:
         queries: query embeddings [pairs, width].
         documents: embeddings [at least pairs, width] of the queries' documents in order, then of hard negatives.
-        ids: int64 [documents]; a document with the same id as a query's own document is not a negative for it.
+        ids: int64 [documents]; a document with the id of a query's own is no negative for it, and one with -1 for no query.
         relevant: int64 [pairs, any], ids of documents that are not negatives for each query. None: its own document's.
     """
     queries, documents = F.normalize(queries.float(), dim=1), F.normalize(documents.float(), dim=1)
@@ -252,7 +268,7 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
         offset = torch.distributed.get_rank() * len(documents)
         documents, ids = (torch.cat(list(all_gather(part))) for part in (documents, ids))  # pyright: ignore[reportArgumentType]
     targets = torch.arange(offset, offset + count, device=queries.device)
-    masked = (relevant[:, :, None] == ids).any(1)
+    masked = (relevant[:, :, None] == ids).any(1) | (ids == _REPEATED)
     masked[torch.arange(count, device=queries.device), targets] = False
     with torch.autocast(queries.device.type, enabled=False):  # it would multiply in bf16, in steps of 0.1 and more
         similarities = queries @ documents.T / temperature
@@ -266,9 +282,12 @@ def kl_divergence(queries: Tensor, documents: Tensor, scores: Tensor, temperatur
     product. Only a query's own documents are compared, so ranks need nothing of each other.
 
     `queries` are embeddings [pairs, width], `documents` [pairs * (1 + negatives), width] of the queries' documents in order,
-    then of each query's hard negatives, and `scores` the teacher's [pairs, 1 + negatives], the positive's first.
+    then of each query's hard negatives, and `scores` the teacher's [pairs, 1 + negatives], the positive's first. Documents
+    whose score is -inf are in neither distribution.
     """
     count, width = queries.shape
     candidates = torch.cat([documents[:count, None], documents[count:].view(count, -1, width)], 1)
     similarities = F.cosine_similarity(queries[:, None].float(), candidates.float(), dim=2) / temperature
-    return F.kl_div(similarities.log_softmax(1), scores.softmax(1), reduction="batchmean")
+    left_out = scores == float("-inf")
+    logarithms = similarities.masked_fill(left_out, float("-inf")).log_softmax(1).masked_fill(left_out, 0)  # 0 * -inf is NaN
+    return F.kl_div(logarithms, scores.softmax(1), reduction="batchmean")
