@@ -151,7 +151,7 @@ def test_other_label_names_are_another_fine_tuning(toy: Path, tmp_path: Path) ->
     record = tmp_path / "sst2" / "task.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "label_names": content["label_names"][::-1]}))
-    with pytest.raises(UserError, match=r"holds another fine-tuning \(the files of its model or data have changed\)"):
+    with pytest.raises(UserError, match=r"holds another fine-tuning \(its model, its data or Biphasic has changed"):
         run(config)
     # A record of an earlier version has no names.
     file = config.run_folder / "record.json"

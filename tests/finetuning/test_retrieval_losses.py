@@ -18,6 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.downstream.writer import SCHEMAS
+from biphasic.durations import Duration
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import _model
@@ -188,8 +189,32 @@ def test_collated_scores_are_those_of_the_chosen_documents(retrieval: FinetuneCo
     for row, (index, scores) in enumerate(zip([2, 0, 5], batch["scores"].tolist(), strict=True)):
         ids = batch["ids"][3 + 2 * row : 5 + 2 * row].tolist()
         of_text = dict(zip(columns["negatives"][index], columns["scores"][index][1:], strict=True))
-        assert scores == [10.0, *(of_text[documents[id]] for id in ids)]
-    assert batch["scores"][1].tolist() == [10.0, 0.0, 0.0]  # its only negative, twice
+        assert scores == [10.0, *(of_text[documents[id]] if id >= 0 else float("-inf") for id in ids)]
+    assert batch["scores"][1].tolist() == [10.0, 0.0, float("-inf")]  # it has one negative
+    assert batch["ids"][3:].view(3, 2).lt(0).tolist() == [[False, False], [False, True], [False, False]]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_repeats_of_few_negatives_have_no_effect(name: str, retrieval: FinetuneConfig) -> None:
+    """Loss and gradient are those of a batch without them."""
+    queries, documents, scores = embeddings()
+    positives, others = documents[0], documents[1:].transpose(0, 1)
+    gradients, losses = [], []
+    for repeats in (0, NEGATIVES):
+        own, shape = queries.clone().requires_grad_(), (PAIRS, repeats)
+        flat = torch.cat([positives, torch.cat([others, others[:, :repeats]], 1).reshape(-1, WIDTH)])
+        negatives = torch.arange(PAIRS, PAIRS + others[..., 0].numel()).view(PAIRS, -1)
+        ids = torch.cat([torch.arange(PAIRS), torch.cat([negatives, torch.full(shape, -1)], 1).flatten()])
+        taught = torch.cat([scores, torch.full(shape, float("-inf"))], 1)
+        task = Retrieval(with_task(retrieval, loss=name).task, load_encoder(retrieval.model.path).text_tokenizer, "")
+        batch = {"queries": PAIRS, "ids": ids, "scores": taught}
+        loss = task.loss(task.build_head(32), torch.cat([own, flat]), Segments.of([1], flat.device), batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        assert own.grad is not None
+        gradients.append(own.grad)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert relative_difference(gradients[1], gradients[0]) < 1e-6
 
 
 def test_a_loss_that_needs_scores_stops_without_them(toy: Path, retrieval: FinetuneConfig) -> None:
@@ -210,6 +235,27 @@ def test_dimensions_beyond_the_width(retrieval: FinetuneConfig) -> None:
         run(config)
 
 
+def test_dimensions_below_the_width(toy: Path, retrieval: FinetuneConfig) -> None:
+    """The saved model gives the embeddings that are scored, without the values that no loss reaches."""
+    data = str(toy / "tasks" / "msmarco")
+    config = with_task(retrieval, dimensions=[16, 8], scored_on={"own": data})
+    folder = run(config.model_copy(update={"save_model": True, "max_duration": Duration(3, "ba")}))
+    [whole, _] = json.loads((folder / "record.json").read_text())["results"]
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    tables = {name: pq.read_table(Path(data) / f"{name}.parquet").to_pydict() for name in ("queries", "corpus")}
+    queries = torch.from_numpy(model.encode(tables["queries"]["text"], prompt_name="query"))
+    documents = torch.from_numpy(model.encode(tables["corpus"]["text"], prompt_name="document"))
+    assert queries.shape[1] == documents.shape[1] == 16
+    judged = pq.read_table(Path(data) / "qrels" / "test.parquet").to_pydict()
+    qrels = {query: {document: 1} for query, document in zip(judged["query-id"], judged["corpus-id"], strict=True)}
+    places = [tables["queries"]["_id"].index(query) for query in qrels]
+    ranking = rank_documents(list(qrels), queries[places], tables["corpus"]["_id"], documents)
+    assert retrieval_scores(ranking, qrels)["ndcg_at_10"] == pytest.approx(whole["test"], abs=1e-3)
+    evaluation: dict[str, Any] = {"job": "evaluate", "run_name": "e", "cache": config.cache, "sets": [data]}
+    evaluated: Any = _model(EvaluateConfig.model_validate({**evaluation, "model": {"path": str(folder / "model")}}))
+    assert evaluated.model.embedder.width == 16
+
+
 def test_dimensions_and_prompts_of_a_run(toy: Path, retrieval: FinetuneConfig) -> None:
     """Tables, record, and the export in sentence-transformers."""
     data, prompt = str(toy / "tasks" / "msmarco"), "w3 w4 "
@@ -225,6 +271,7 @@ def test_dimensions_and_prompts_of_a_run(toy: Path, retrieval: FinetuneConfig) -
     path = str(folder / "model")
     settings = json.loads((folder / "model" / "config_sentence_transformers.json").read_text())
     assert settings["prompts"] == {"query": prompt, "document": ""}
+    assert "truncate_dim" not in settings
     card = (folder / "model" / "README.md").read_text()
     assert "32, 8 dimensions" in card and "truncate_dim=8" in card
     texts = ["w5 w6 w7", "w30", "w41 w42 w43 w44"]

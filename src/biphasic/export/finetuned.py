@@ -64,6 +64,7 @@ def export_finetuned(
     prompts: dict[str, str],
     max_length: int,
     problem_type: str | None = None,
+    truncate_dim: int | None = None,
     refuse_pairs: bool = False,
 ) -> None:
     """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
@@ -78,6 +79,7 @@ def export_finetuned(
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
         problem_type: transformers' name of the loss, which also decides how its pipelines turn logits into scores.
+        truncate_dim: number of first values of an embedding that sentence-transformers keeps.
         refuse_pairs: whether the model was trained on pairs, by a template; see `make_pairs_errors`.
 
     Raises:
@@ -85,7 +87,7 @@ def export_finetuned(
     """
     backbone: Any = encoder.backbone
     tokenizer, lowercase = encoder.tokenizer, encoder.text_tokenizer.settings.lowercase
-    settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
+    settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase, truncate_dim=truncate_dim)
     if encoder.is_own_family:
         require_free(out, True)
         network, config = _own_network(encoder, head, label_names), backbone.config

@@ -186,6 +186,7 @@ def write_shared_files(
     # A flag for each mode: the format of sentence-transformers before version 6 and of text-embeddings-inference.
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     sentences = {"prompts": settings.prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    sentences |= {"truncate_dim": settings.truncate_dim} if (settings.truncate_dim or width) < width else {}
     files = {
         "modules.json": [
             {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},

@@ -52,11 +52,13 @@ def _run(config: FinetuneConfig) -> Path:
         record = json.loads((folder / FINETUNING_FILE).read_text(encoding="utf-8"))
         # Label names are not in the trial's name, since they decide no score, but the saved model has them.
         is_same = record.get("trial") == name and record.get("label_names", label_names) == label_names
-        if is_same and (record["saved"] or not config.save_model):
+        if is_same and (not config.save_model or (record["saved"] and (folder / "model" / TASK_FILE).is_file())):
             print_once(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
             return folder
-        differ = _differences(record["about"]["config"], config)
-        raise UserError(f"{folder} holds another fine-tuning ({differ}): choose another run_name, or remove it")
+        if not (is_same and record["saved"]):
+            differ = _differences(record["about"]["config"], config)
+            raise UserError(f"{folder} holds another fine-tuning ({differ}): choose another run_name, or remove it")
+        print_once(f"{folder}/model is gone, or not complete: the same fine-tuning makes it again")
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -96,7 +98,7 @@ def _differences(recorded: str, config: FinetuneConfig) -> str:
     free = NOT_IN_RESULT.keys() - {"model", "task", "save_model"}
     keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and key.split(".")[0] not in free]
     shown = [f"{key}: {old.get(key)}, now {new.get(key)}" for key in keys[:3]]
-    return "; ".join([*shown, *["and others"] * (len(keys) > 3)]) or "the files of its model or data have changed"
+    return "; ".join([*shown, *["and others"] * (len(keys) > 3)]) or "its model, its data or Biphasic has changed"
 
 
 def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: TrainedModel, task: FinetuneTask) -> None:
@@ -120,5 +122,6 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     )  # fmt: skip
     out = folder / "model"
     options: Any = {"prompts": task.prompts, "max_length": task.scored_length, "problem_type": task.problem_type}
+    options["truncate_dim"] = (getattr(config.task, "dimensions", None) or [None])[0]  # values beyond it are not trained
     options["refuse_pairs"] = "{text_pair}" in getattr(config.task, "text", "")
     export_finetuned(encoder, model.head, names, out, card, **options)
