@@ -231,7 +231,9 @@ def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) ->
         assert result["score"] == pytest.approx(scores.max(), abs=1e-5)
 
 
-def test_a_regression(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_regression(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The card's pipeline and `biphasic predict` give the trainer's numbers."""
     template = "Sentence 1: {text}\nSentence 2: {text_pair}"
     tuned = finetune("stsb", "llama", sets, tmp_path, task__text=template)
@@ -251,6 +253,13 @@ def test_a_regression(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     predicted = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
     assert [row["id"] for row in predicted] == [row["id"] for row in rows]
     assert [row["predicted"] for row in predicted] == pytest.approx(expected, abs=1e-4)
+    for line, message in (
+        ('{"text": "w1"}', "has no column 'text_pair' (it has: text)"),
+        ('{"text": "w1", "text_pair": null}', "row 1 has no text_pair"),
+    ):
+        Path("new.jsonl").write_text(line)
+        assert main(["predict", str(tuned.folder), "new.jsonl"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def word_labels(tuned: Finetuned, row: int, words: int) -> list[str]:

@@ -140,6 +140,54 @@ def test_a_set_s_own_file_is_read(
         assert row["id"] == "a" and row["predicted"] in "w5 w6 w7"
 
 
+def test_a_split_of_a_prepared_set_is_read(finetuned: tuple[str, Path], toy: Path, tmp_path: Path) -> None:
+    """With all its columns: of single texts `text_pair` is null."""
+    name, folder = finetuned
+    out = tmp_path / "out.parquet"
+    assert main(["predict", str(folder / "model"), str(toy / "tasks" / name / "test.parquet"), "--out", str(out)]) == 0
+    kept = pq.read_table(folder / "predictions" / "test.parquet").to_pydict()
+    assert pq.read_table(out).to_pydict()["predicted"] == kept["predicted"]
+
+
+def test_scores_that_are_not_finite_are_null_in_json(finetuned: tuple[str, Path], tmp_path: Path) -> None:
+    """No answer is found in an empty context. JSON has no Infinity."""
+    name, folder = finetuned
+    if name not in ("squad", "squad_v2"):
+        pytest.skip("has a score for each text")
+    rows = [{"question": "w1", "context": context} for context in ("", "w5 Infinity NaN", "w11 w5")]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    assert main(["predict", str(folder / "model"), str(tmp_path / "new.jsonl"), "--out", str(out)]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    predictions = [json.loads(line, parse_constant=refuse) for line in out.read_text().splitlines()]
+    assert [row["score"] is None for row in predictions] == [True, False, False]
+    assert [row.get("no_answer", 0.0) is None for row in predictions] == [name == "squad_v2", False, False]
+    assert predictions[0]["predicted"] == ""
+
+
+def test_a_model_that_is_gone_is_made_again(
+    finetuned: tuple[str, Path], toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file that `biphasic predict` needs is there again, and then nothing is done."""
+    name, folder = finetuned
+    if name != "sst2":
+        pytest.skip("is the same for all tasks")
+    config = config_of(name, toy / "tasks", toy / "start", folder.parents[1], max_duration="60ba", save_model=True)
+    for gone in ("model", "model/finetuned.json"):
+        path = folder / gone
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        run(config.model_copy(update={"save_model": False}))
+        assert "nothing to do" in capsys.readouterr().out and not path.exists()
+        run(config)
+        assert "nothing to do" not in capsys.readouterr().out
+        assert (folder / "model" / "finetuned.json").is_file() and (folder / "model" / "model.safetensors").is_file()
+        run(config)
+        assert "nothing to do" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("hub_is_offline")
 def test_mistakes_are_named(
     finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

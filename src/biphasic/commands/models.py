@@ -174,8 +174,9 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
         for table in map(pa.table, groups):
             rows += len(table)
             if out.suffix == ".jsonl":
-                with partial.open("a", encoding="utf-8") as file:
-                    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in table.to_pylist())
+                finite = (json.loads(json.dumps(row), parse_constant=lambda _: None) for row in table.to_pylist())
+                with partial.open("a", encoding="utf-8") as file:  # JSON has no Infinity: it is null
+                    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in finite)
             else:
                 writer = writer or pq.ParquetWriter(partial, table.schema, compression="zstd")
                 writer.write_table(table)

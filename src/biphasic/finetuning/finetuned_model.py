@@ -60,7 +60,8 @@ def predict_file(folder: str, file: str, trust_remote_code: bool) -> Iterator[Co
     """
     record = read_task(folder)
     kind = record["task"]["kind"]
-    table = open_table(DatasetConfig(files={"texts": [file]}), "texts", FAMILIES[kind].inputs)
+    pair = ["text_pair"] * ("{text_pair}" in record["task"].get("text", ""))
+    table = open_table(DatasetConfig(files={"texts": [file]}), "texts", [*FAMILIES[kind].inputs, *pair])
     print(f"{len(table):,} rows of {file} ({kind})", flush=True)
     model, task = load_finetuned(folder, record, trust_remote_code)
     for ids, columns in _portions(table):
@@ -77,7 +78,7 @@ def _portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
     """
     for first in range(0, len(table), _ROWS_AT_ONCE):
         columns = table.rows[first : first + _ROWS_AT_ONCE]
-        for name in sorted({*table.columns, "text_pair"} & columns.keys()):
+        for name in table.columns:
             for row, value in enumerate(columns[name], first + 1):
                 if value is None:
                     raise UserError(f"{table.source}: row {row} has no {name}")
