@@ -24,11 +24,11 @@ from sentence_transformers.util import mine_hard_negatives
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.finetuning.retrieval import titled_texts
-from biphasic.storage import parquet_bytes
+from biphasic.storage import parquet_bytes, user_errors
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Mine hard negatives, and print the counts. Exit status 2 when the model or the set is missing."""
+    """Mine hard negatives, and print the counts. Exit status 2 without a model, a set, or pairs with enough of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("set", metavar="TASK_FOLDER")
@@ -44,11 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def mine(options: argparse.Namespace) -> None:
-    """Read a set of `biphasic tasks`, and write its pairs with negatives as a Parquet file."""
+    """Read a set of `biphasic tasks`, and write its pairs with negatives as a Parquet file; a UserError if none has any."""
+    if not 1 <= options.count <= options.depth:
+        raise UserError(f"--count {options.count}: expected a number from 1 to --depth, {options.depth}")
     folder = TaskFolder(options.set, "runs/cache", "retrieval")
     pairs = folder.read("train", "pairs")
     corpus = titled_texts(folder.read("corpus", "corpus")) if "corpus" in folder.record["rows"] else []
-    model = SentenceTransformer(options.model)
+    with user_errors(f"{options.model}: can't be loaded", ValueError):
+        model = SentenceTransformer(options.model)
     mined: Any = mine_hard_negatives(
         Dataset.from_dict({name: pairs[name] for name in ("query", "positive")}),
         model,
@@ -63,6 +66,9 @@ def mine(options: argparse.Namespace) -> None:
         verbose=False,  # its advice names options that are not here
         use_multi_process=torch.cuda.device_count() > 1,
     ).to_dict()
+    if not mined["query"]:
+        problem = f"no pair gets {options.count} negatives among its {options.depth} best documents"
+        raise UserError(f"{options.set}: {problem}: take a smaller --count, or a larger --depth")
     negatives = zip(*(mined[f"negative_{number}"] for number in range(1, options.count + 1)), strict=True)
     columns = {
         **{name: mined[name] for name in ("query", "positive", "scores")},

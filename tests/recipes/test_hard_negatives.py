@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from biphasic.downstream.prepare import prepare_task
 from biphasic.model.encoder import load_encoder
@@ -28,19 +29,40 @@ def task_of(root: Path, **train: Any) -> dict[str, Any]:
     }
 
 
+def load_recipe() -> Any:
+    spec = importlib.util.spec_from_file_location("mine", ROOT / "recipes/hard_negatives/mine.py")
+    assert spec is not None and spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return recipe
+
+
+def test_nothing_is_written_without_negatives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [{"query": query, "positive": text} for query, text in retrieval_pairs(4, 1)]
+    jsonl(tmp_path / "corpus.jsonl", [{"_id": "d1", "text": "w3"}])
+    prepare_task("it", one_task(tmp_path, task_of(tmp_path, files=[jsonl(tmp_path / "pairs.jsonl", pairs)])))
+    write_model(tmp_path / "encoder", PROMPTS)
+    (tmp_path / "none").mkdir()
+    for model, options, message in (
+        ("encoder", ["--count", "6"], "no pair gets 6 negatives among its 100 best documents"),
+        ("encoder", ["--count", "5", "--depth", "3"], "--count 5: expected a number from 1 to --depth, 3"),
+        ("encoder", ["--count", "0"], "--count 0: expected a number from 1 to --depth, 100"),
+        ("none", [], "none: can't be loaded"),
+    ):
+        out = tmp_path / "mined.parquet"
+        assert load_recipe().main([str(tmp_path / model), str(tmp_path / "out/it"), str(out), *options]) == 2
+        assert message in capsys.readouterr().err and not out.exists()
+
+
 def test_negatives_are_those_of_a_brute_force_search(tmp_path: Path) -> None:
     pairs = [{"query": query, "positive": text} for query, text in retrieval_pairs(30, 1)]
     texts = [text for _, text in retrieval_pairs(40, 3)]
     jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{at}", "text": text} for at, text in enumerate(texts)])
     prepare_task("it", one_task(tmp_path, task_of(tmp_path, files=[jsonl(tmp_path / "pairs.jsonl", pairs)])))
     write_model(tmp_path / "encoder", PROMPTS)
-    spec = importlib.util.spec_from_file_location("mine", ROOT / "recipes/hard_negatives/mine.py")
-    assert spec is not None and spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
     out = tmp_path / "mined.parquet"
     options = ["--count", str(COUNT), "--depth", "60"]
-    assert recipe.main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), *options]) == 0
+    assert load_recipe().main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), *options]) == 0
     encoder = load_encoder(str(tmp_path / "encoder"))
 
     def embed(role: str, text: str) -> np.ndarray:
