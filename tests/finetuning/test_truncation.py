@@ -134,4 +134,4 @@ def test_single_texts_for_a_template_of_pairs_are_refused(tokenizer: TextTokeniz
     data = prepared(tmp_path, "classification", [{"text": "w1", "label": at % 2} for at in range(4)], text_column="text")
     config = ClassificationConfig(kind="classification", name="it", data=data, text="{text}{text_pair}")
     with pytest.raises(UserError, match="single texts"):
-        Classification(config, tokenizer, str(tmp_path / "cache")).examples("test")
+        Classification(config, tokenizer, str(tmp_path / "cache")).check_data()
