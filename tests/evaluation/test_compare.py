@@ -3,10 +3,13 @@
 import itertools
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from scipy.stats import norm
 
@@ -14,12 +17,16 @@ from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.evaluation.run import run
 from biphasic.finetuning.classification import entity_scores
+from biphasic.finetuning.records import DownstreamResult
 from biphasic.report import statistics as module
 from biphasic.report.compare import compare, describe
 from biphasic.report.example_scores import entity_counts, read_scored_model
 from biphasic.report.statistics import ExampleValues, mean_score, paired_test
+from biphasic.storage import open_store
+from biphasic.sweep.records import GridTask, TrialRecord, write_grid, write_record
 from helpers.mteb_mirror import config_of, records_of, rows, write_model, write_own
 from helpers.rankings import grades, read_run
+from helpers.sweeps import MNLI, SST2, grid_of
 
 
 def means(values: Any) -> ExampleValues:
@@ -80,6 +87,85 @@ def test_entity_f1_is_scored_anew_on_resampled_sentences(monkeypatch: pytest.Mon
     expected = [(f1(second, resample) + f1(gold, resample)) / 2 - f1(first, resample) for resample in chosen]
     assert tested["interval"] == pytest.approx(tuple(np.percentile(expected, [2.5, 97.5])), abs=1e-12)
     np.testing.assert_array_equal(entity_counts([["B-PER", "I-PER", "O"]], [["B-PER", "O", "B-LOC"]]).values, [[0, 2, 1]])
+
+
+GOLD = np.arange(8) % 2
+
+
+def results_of(folder: Path, seed: int, right: int) -> list[DownstreamResult]:
+    """Write predictions, of which the first `right` of 8 are right, and return the result."""
+    predicted = np.where(np.arange(8) < right, GOLD, 1 - GOLD)
+    folder.mkdir(parents=True)
+    columns = {"id": [f"{at}" for at in range(8)], "gold": GOLD, "predicted": predicted, "accuracy": predicted == GOLD}
+    pq.write_table(pa.table(columns), folder / "test.parquet")
+    return [DownstreamResult("sst2", "sst2", "classification", "accuracy", 0.5, right / 8, file="test.parquet")]
+
+
+def sweep_of(folder: Path, scores: dict[str, dict[int, int]], tasks: tuple[GridTask, ...] = (SST2,)) -> str:
+    """Write a sweep's output from the right predictions by model and seed; without: a failed trial."""
+    grid = grid_of(tuple(scores), tasks, rates=(1e-5,), seeds=tuple(next(iter(scores.values()))))
+    for trial, cell in grid.trials.items():
+        right = scores[cell.model][cell.seed] if cell.task == "sst2" else 0
+        done = results_of(folder / "predictions" / trial, cell.seed, right) if right else ()
+        write_record(open_store(str(folder)), TrialRecord(trial, cell, "done" if done else "failed", tuple(done)))
+    write_grid(open_store(str(folder)), grid)
+    return str(folder)
+
+
+def finetuning_of(folder: Path, seed: int, right: int) -> str:
+    results = [asdict(result) for result in results_of(folder / "predictions", seed, right)]
+    record = {"results": results, "about": {"config": f"run_name: x\nseed: {seed}\n"}}
+    (folder / "record.json").write_text(json.dumps(record))
+    return str(folder)
+
+
+def test_the_seeds_that_are_compared_are_those_of_both(tmp_path: Path) -> None:
+    """Else the means over all seeds of each; what is left out is said. The shown predictions are of a compared seed."""
+    sweep = sweep_of(tmp_path / "sweep", {"a": {0: 2, 1: 6}, "b": {0: 4, 1: 6}})
+    other = sweep_of(tmp_path / "other", {"a": {2: 1, 3: 2, 4: 6}})
+    same, another = finetuning_of(tmp_path / "same", 1, 6), finetuning_of(tmp_path / "another", 7, 8)
+    for a, b, scores, counts, lines in (
+        (f"{sweep}@a", same, (6, 6), "1", ["left out the seeds [0] of A: the other has none of them"]),
+        (f"{sweep}@a", f"{sweep}@b", (4, 5), "2", []),
+        (
+            f"{sweep}@a",
+            other,
+            (4, 3),
+            "2 and 3",
+            ["no seed is in both: means over the seeds [0, 1] of A and [2, 3, 4] of B"],
+        ),
+        (same, another, (6, 8), "1", ["no seed is in both: means over the seeds [1] of A and [7] of B"]),
+    ):
+        report = compare(read_scored_model(a), read_scored_model(b))
+        [row] = report["sets"]
+        assert (row["a"], row["b"]) == pytest.approx((scores[0] / 8, scores[1] / 8)), (a, b)
+        assert [line for line in describe(report).splitlines() if line.startswith("sst2 accuracy: ") and "seed" in line] == [
+            f"sst2 accuracy: {line}" for line in lines
+        ]
+        assert f"|       8 | {counts:>7} |".replace(" ", "") in describe(report).replace(" ", "")
+    [row] = compare(read_scored_model(f"{sweep}@a"), read_scored_model(finetuning_of(tmp_path / "last", 1, 8)))["sets"]
+    assert [(each["id"], each["a"]) for each in row["by_example"] if "gold" in each] == [("6", 0), ("7", 0)]
+    assert [each["a_predicted"] == each["gold"] for each in row["by_example"] if "gold" in each] == [False, False]
+
+
+def test_unfinished_test_sets_of_a_sweep_are_left_out_and_the_others_compared(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path / "sweep", {"a": {0: 2, 1: 6}, "b": {0: 4, 1: 6}}, (SST2, MNLI))
+    report = compare(read_scored_model(f"{sweep}@a"), read_scored_model(f"{sweep}@b"))
+    assert [row["set"] for row in report["sets"]] == ["sst2"]
+    unfinished = "unfinished: run the sweep again, with --retry-failed if trials failed"
+    assert f"without all predictions in {sweep}@a: mnli-m ({unfinished}), mnli-mm ({unfinished})" in describe(report)
+    (tmp_path / "sweep/trials/a.sst2.1e-05.1.json").unlink()
+    with pytest.raises(UserError, match=r"no test set .*in common: .*unfinished trials\) of .*'sst2 \(unfinished: run the "):
+        compare(read_scored_model(f"{sweep}@a"), read_scored_model(f"{sweep}@b"))
+
+
+def test_a_fine_tuning_whose_record_has_no_seed(tmp_path: Path) -> None:
+    place = finetuning_of(tmp_path / "run", 1, 8)
+    for config in ("run_name: x", "- ["):
+        record = json.loads((tmp_path / "run/record.json").read_text())
+        (tmp_path / "run/record.json").write_text(json.dumps({**record, "about": {"config": config}}))
+        with pytest.raises(UserError, match=r"record\.json: is not a run's result"):
+            read_scored_model(place)
 
 
 @pytest.fixture(scope="module")

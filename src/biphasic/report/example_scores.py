@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
+import yaml
 
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
@@ -26,6 +27,7 @@ Columns = dict[str, list[Any]]
 _FAMILIES = ("classification", "multi_label", "regression", "tokens", "question_answering", "retrieval")
 _NOT_BY_EXAMPLE = (("multi_label", "macro_f1"), ("multi_label", "average_precision"))
 """Families and metrics whose score on a resample needs more than a few values of each example."""
+_READ_ERRORS = (ValueError, LookupError, TypeError, yaml.YAMLError)
 _TOLERANCE = 1e-4
 """Largest difference between a recorded score and that of the stored predictions: mteb rounds to five digits."""
 
@@ -43,7 +45,7 @@ class SetScores(NamedTuple):
 
 
 class ScoredModel(NamedTuple):
-    """A model of a finished run: its predictions by test set and metric, and the test sets without predictions."""
+    """A model of a finished run: its predictions by test set and metric, and the test sets without (all) predictions."""
 
     place: str
     kind: str
@@ -65,10 +67,10 @@ def read_scored_model(place: str) -> ScoredModel:
         store = open_store(root if is_remote(root) else str(Path(root).resolve()))
         for file, read in readers.items():
             if store.stat(file) is not None:
-                with user_errors(f"{root}/{file}: is not a run's result", ValueError, LookupError, TypeError):
-                    model, results = read(store, chosen)
+                with user_errors(f"{root}/{file}: is not a run's result", *_READ_ERRORS):
+                    model, results, unfinished = read(store, chosen)
                     kind = "evaluate" if file == "scores.json" else "finetune"
-                    scored = ScoredModel(f"{store.root}@{model}", kind, {}, [])
+                    scored = ScoredModel(f"{store.root}@{model}", kind, {}, unfinished)
                     for fingerprint, trials in results:
                         _add_set(store, scored, trials, fingerprint)
                     return scored
@@ -78,6 +80,8 @@ def read_scored_model(place: str) -> ScoredModel:
 
 Trials = dict[int, tuple[str, DownstreamResult]]
 """The folder of the predictions and the result of each seed, on one test set."""
+_Read = tuple[str, list[tuple[str, Trials]], list[str]]
+"""A model's name, the fingerprint of the data and the trials of each finished test set, and the unfinished test sets."""
 
 
 def _choose(store: Store, names: Sequence[str], chosen: str) -> str:
@@ -87,7 +91,7 @@ def _choose(store: Store, names: Sequence[str], chosen: str) -> str:
     return chosen or names[0]
 
 
-def _read_evaluation(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]]]:
+def _read_evaluation(store: Store, chosen: str) -> _Read:
     records, sets = json.loads(store.read("scores.json"))["records"], []
     is_model = {record["system"]: bool(record["about"]["settings"]) for record in records}
     system = _choose(store, [name for name, own in is_model.items() if own or chosen], chosen)
@@ -96,16 +100,18 @@ def _read_evaluation(store: Store, chosen: str) -> tuple[str, list[tuple[str, Tr
         data, file = record["about"]["source"], row.get("by_query", "")
         result = DownstreamResult(row["task"], name, "retrieval", "ndcg_at_10", None, row["ndcg_at_10"], {}, data, file)
         sets.append((record["about"]["data"], {0: (".", result)}))
-    return system, sets
+    return system, sets, []
 
 
-def _read_finetuning(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]]]:
-    results = json.loads(store.read("record.json"))["results"]
-    return _choose(store, ["model"], chosen), [("", {0: ("predictions", DownstreamResult(**row))}) for row in results]
+def _read_finetuning(store: Store, chosen: str) -> _Read:
+    record = json.loads(store.read("record.json"))
+    seed, results = yaml.safe_load(record["about"]["config"])["seed"], record["results"]
+    sets = [("", {seed: ("predictions", DownstreamResult(**row))}) for row in results]
+    return _choose(store, ["model"], chosen), sets, []
 
 
-def _read_sweep(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]]]:
-    grid, sets = read_grid(store), []
+def _read_sweep(store: Store, chosen: str) -> _Read:
+    grid, sets, unfinished = read_grid(store), [], []
     records, groups = read_records(store, grid.trials), trials_by_group(grid)
     name = _choose(store, grid.models, chosen)
     for (model, task, test_set), rate in choose_rates(grid, records).items():
@@ -120,10 +126,10 @@ def _read_sweep(store: Store, chosen: str) -> tuple[str, list[tuple[str, Trials]
             if result.name == test_set
         }
         if len(trials) < len(grid.seeds):
-            advice = "run the sweep again, with --retry-failed if trials failed"
-            raise UserError(f"{store.root}: {name} on {test_set} is unfinished: {advice}")
-        sets.append(("", trials))
-    return name, sets
+            unfinished.append(f"{test_set} (unfinished: run the sweep again, with --retry-failed if trials failed)")
+        else:
+            sets.append(("", trials))
+    return name, sets, unfinished
 
 
 def _add_set(store: Store, model: ScoredModel, trials: Trials, fingerprint: str) -> None:
