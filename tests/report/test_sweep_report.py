@@ -205,6 +205,23 @@ def test_the_drawn_points_are_the_means_over_seeds(monkeypatch: pytest.MonkeyPat
     assert not any(tuple(face[:3]) == (1, 1, 1) for face in markers.get_facecolors())
 
 
+def test_records_of_other_grids_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of another sweep with the same output, or of machines whose folders were merged: the report is of the last grid."""
+    folder, grid, other = open_store(str(tmp_path / "sweep")), grid_of(("a",), seeds=(0,)), grid_of(("a",), seeds=(1, 2))
+    for record in (*records_of(other, noisy).values(), *records_of(grid, noisy).values()):
+        write_record(folder, record)
+    write_grid(folder, grid)
+    for place, line in (
+        ("sweep", "\n8 records in trials/ are not of this grid ("),
+        ("", "- sweep: 8 records in trials/ are "),
+    ):
+        assert main(["report", str(tmp_path / place)]) == 0
+        assert line in capsys.readouterr().out
+    write_grid(folder, grid_of(("a",)))
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    assert "are not of this grid" not in capsys.readouterr().out
+
+
 def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
     """Trials of another grid in the same output, at rates that the other seeds don't run."""
     grid = grid_of(models=("a",), rate_seeds=1)

@@ -22,7 +22,7 @@ from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.plan import device_seconds, plan_sweep
-from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
+from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file, recorded_trials
 from biphasic.sweep.run import Driver, run
 from biphasic.sweep.workers import FinishedJob, TrialJob, choose_layout
 from biphasic.workers.group import EndedJob
@@ -231,6 +231,21 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     assert driver.returncode == (130 if number == signal.SIGINT else PREEMPTED), output
     assert f"{number.name}: stopped" in output
     assert records_of(config) == {} and not lock.exists()
+
+
+def test_another_sweep_with_the_same_output(sweep: LoadSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its records stay; plan and start say that the report will not have them. More seeds are the same grid."""
+    first = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], seeds=[0])
+    assert run(first, module="helpers.small_trials") == 0
+    more = sweep({"m": {"do": "train"}}, learning_rates=[1e-5])
+    assert run(more, module="helpers.small_trials") == 0 and not plan_sweep(more, "helpers.small_trials").warnings
+    assert "WARNING" not in capsys.readouterr().out
+    for changed in (sweep({"n": {"do": "train"}}), sweep({"m": {"do": "train"}}, overrides=["batch_size=8"])):
+        [warning] = plan_sweep(changed, "helpers.small_trials").warnings
+        assert warning.startswith("2 records in trials/ are not of this grid (of other settings, or of another sweep ")
+    assert run(changed, module="helpers.small_trials") == 0
+    assert f"WARNING: {changed.output}: {warning}: its report will be of this grid alone\n" in capsys.readouterr().out
+    assert len(recorded_trials(open_store(changed.output))) == 2 + 4
 
 
 def test_a_module_that_cannot_be_imported(sweep: LoadSweep) -> None:

@@ -54,11 +54,14 @@ class ScoreTable:
         return [[cells.get((model, *column), MISSING) for column in columns] for model in models]
 
 
-def read_sweep(folder: str) -> tuple[Grid, pd.DataFrame]:
-    """Read a sweep's output: its grid, and its `trial_table`. Raises a UserError if it can't be read."""
+def read_sweep(folder: str) -> tuple[Grid, pd.DataFrame, list[str]]:
+    """Read a sweep's output: its grid, its `trial_table`, and a line on records of other grids, if there are any.
+
+    Raises a UserError if it can't be read.
+    """
     source = open_store(folder)
     grid = read_grid(source)
-    return grid, trial_table(grid, read_records(source, grid.trials))
+    return grid, trial_table(grid, read_records(source, grid.trials)), grid.other_records(source)
 
 
 def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:

@@ -55,7 +55,7 @@ def read_study(folders: Sequence[str], models: Sequence[str] | None = None) -> S
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
         raise UserError(f"{' '.join(folders)}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a "
                         "run or a sweep in a subfolder)")  # fmt: skip
-    configs, scores = _configs(files, notes), _scores(files)
+    configs, scores = _configs(files, notes), _scores(files, notes)
     names = sorted({*configs, *scores.model})
     facets, problems = facets_of_models(names, configs)
     notes += problems.values()
@@ -123,12 +123,14 @@ def _configs(files: Mapping[str, Store], notes: list[str]) -> dict[str, Pretrain
     return configs
 
 
-def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
+def _scores(files: Mapping[str, Store], notes: list[str]) -> pd.DataFrame:
     parts = [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))]
     owners: dict[tuple[str, str], str] = {}
     for folder in _named(files, GRID_FILE):
         root = join(files[f"{folder}/{GRID_FILE}"].root, folder)
-        scores = chosen_scores(read_sweep(root)[1])
+        _, trials, others = read_sweep(root)
+        scores = chosen_scores(trials)
+        notes += [f"{folder}: {line}" for line in others]
         parts.append(scores[scores.score.notna()])
         for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
             if (owner := owners.setdefault((model, test_set), folder)) != folder:

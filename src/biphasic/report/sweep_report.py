@@ -1,5 +1,6 @@
 """Assemble the files of a sweep's report: its tables, CSVs and figure."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pandas as pd
@@ -28,8 +29,8 @@ MAX_SIDE_BY_SIDE = 12
 
 
 @default_style()
-def report_files(grid: Grid, trials: pd.DataFrame) -> dict[str, bytes | None]:
-    """Return the files' contents by name, from a grid and its `trial_table`.
+def report_files(grid: Grid, trials: pd.DataFrame, notes: Sequence[str] = ()) -> dict[str, bytes | None]:
+    """Return the files' contents by name, from a grid and its `trial_table`. `notes` are lines for the overview.
 
     None stands for a figure without data, whose older file is to be removed. An equal grid and equal records give equal
     bytes, regardless of the order in which the records were written.
@@ -41,6 +42,7 @@ def report_files(grid: Grid, trials: pd.DataFrame) -> dict[str, bytes | None]:
     figure = _rates_figure(grid, named)
     lines = [
         *_overview(grid, trials),
+        *(f"{escape(note)}.\n" for note in notes),
         *_main_table(table, grid.models),
         *_differences(table, compared, grid.models),
         *_rates(grid, named),

@@ -31,8 +31,10 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> JobPlan:
         choosing = config.seeds[: config.rate_seeds]
         planned = {str(cell): cell for cell in configs if cell.seed in choosing or cell.lr == config.learning_rates[0]}
     else:
-        records = read_records(open_store(config.output), grid.trials)
+        folder = open_store(config.output)
+        records = read_records(folder, grid.trials)
         planned = planned_trials(grid, records)
+        plan.warnings += grid.other_records(folder)
     trials: dict[str, dict[str, int]] = {}
     for name, cell in planned.items():
         for group in ("all", f"{cell.task} of {cell.model}"):

@@ -83,6 +83,12 @@ class Grid:
     task_group: str | None = None
     """The one group that all tasks form in the report; None: a group for each family."""
 
+    def other_records(self, folder: Store) -> list[str]:
+        """Return a line on records of trials that the grid doesn't have, if there are any. Raises OSError."""
+        count = len(set(recorded_trials(folder)) - self.trials.keys())
+        reason = "of other settings, or of another sweep with this output"
+        return [f"{count} records in {TRIALS_FOLDER}/ are not of this grid ({reason})"] if count else []
+
 
 def record_file(trial: str) -> str:
     """Return the path of a trial's record within the output."""

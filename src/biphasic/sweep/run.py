@@ -55,6 +55,8 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
             lock.acquire(ranks=1)
             stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
             grid = build_grid(config, configs, module)
+            for line in grid.other_records(folder):
+                print(f"WARNING: {config.output}: {line}: its report will be of this grid alone", flush=True)
             write_grid(folder, grid)
             driver = Driver(grid, configs, folder, config.cluster.retries)
             driver.read_records(retry_failed)
