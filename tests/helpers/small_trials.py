@@ -34,6 +34,10 @@ def require_validation(config: FinetuneConfig) -> None:
     pass
 
 
+def check_trial(config: FinetuneConfig) -> None:
+    pass
+
+
 def run_trial(config: FinetuneConfig) -> TrialResult:
     settings = json.loads(Path(config.model.path).read_text())
     log = Path(settings["log"])

@@ -1,6 +1,8 @@
 """A sweep as users run it: real fine-tunings by `src/main.py`, which ends with the report."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,18 +11,65 @@ from typing import Any
 import pytest
 import yaml
 
+import biphasic.main as job
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
+from biphasic.finetuning import trial
 from biphasic.finetuning.trial import run_trial
 from biphasic.report.example_scores import read_scored_model
 from biphasic.storage import open_store
-from biphasic.sweep.grid import trial_configs
+from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.records import Cell, read_grid, read_records
 from helpers.tiny import ROOT, write_tokenizer
 from helpers.toy_sets import config_of, make_sets, write_encoder
 
 SIZES = {"train": 160, "validation": 40, "test": 40}
+
+
+def test_a_sweep_and_its_plan_refuse_what_a_fine_tuning_and_its_plan_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pair of a model and a task is checked once, however many trials it has."""
+    write_tokenizer(tmp_path / "tokenizer")
+    sets = make_sets(tmp_path, SIZES)
+    models = {name: {"path": str(write_encoder(tmp_path / name, tmp_path / "tokenizer", 1))} for name in ("m", "n")}
+    shutil.copytree(sets / "sst2", sets / "three")
+    record = json.loads((sets / "three/task.json").read_text())
+    (sets / "three/task.json").write_text(json.dumps({**record, "label_names": ["x", "y", "z"]}))
+    for name, toy in (("sst2", "sst2"), ("three", "sst2"), ("msmarco", "msmarco")):
+        content = config_of(toy, sets, Path("none"), tmp_path, max_duration="4ba").model_dump(mode="json")
+        task = content["task"] | ({"name": "three", "data": str(sets / "three")} if name == "three" else {})
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**content, "model": {"path": "none"}, "task": task}))
+
+    def printed(names: tuple[str, ...], *overrides: str) -> tuple[list[str], list[str]]:
+        """The problems that the plan prints, and what the sweep's start says."""
+        tasks = {name: str(tmp_path / f"{name}.yaml") for name in names}
+        content = {"job": "sweep", "output": str(tmp_path / "out"), "models": models, "tasks": tasks,
+                   "learning_rates": [1e-3, 2e-3], "seeds": list(range(9)), "overrides": list(overrides)}  # fmt: skip
+        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
+        status = [job.main([str(tmp_path / "sweep.yaml"), "--plan"])]
+        plan = [line.partition("PROBLEM")[2].strip() for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
+        status.append(job.main([str(tmp_path / "sweep.yaml")]))
+        assert status == [2, 2] and not (tmp_path / "out/trials").exists()
+        return plan, capsys.readouterr().err.splitlines()
+
+    f1 = f"three of m and 1 more: task.metrics: f1 needs two labels; {sets}/three has 3"
+    full = f"three of m and 1 more: {sets}/three: 160 training examples don't fill one batch of 512"
+    for names, override, problem in (
+        (("three",), "task.metrics=[f1]", f1),
+        (("sst2", "three"), "task.metrics=[f1]", f1),
+        (("three",), "batch_size=512", full),
+        (("sst2",), "max_duration=100ba warmup=50ba", "sst2 of m and 1 more: warmup: 50ba is not shorter than the "),
+        (("msmarco",), "task.dimensions=[512]", "msmarco of m and 1 more: task.dimensions: 512 is more than the model's"),
+    ):
+        plan, start = printed(names, *override.split())
+        assert plan == start and len(plan) == 1 and plan[0].startswith(problem), (plan, start)
+    checked = []
+    monkeypatch.setattr(trial, "check_trial", lambda config: checked.append((config.model.path, config.task.name)))
+    config = load(tmp_path / "sweep.yaml", ["overrides=[]"])
+    assert isinstance(config, SweepConfig) and len(build_grid(config, trial_configs(config)).trials) == 36
+    assert len(checked) == len(set(checked)) == 2
 
 
 def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:
@@ -81,8 +130,9 @@ def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no model other: expected FOLDER@MODEL with one of model-1k"):
         read_scored_model(f"{tmp_path / 'out'}@other")
     next((tmp_path / "out/trials").glob("model-1k.sst2.*.json")).unlink()
-    with pytest.raises(UserError, match="model-1k on sst2 is unfinished: run the sweep again"):
-        read_scored_model(str(tmp_path / "out"))
+    assert read_scored_model(str(tmp_path / "out")).left_out == [
+        "sst2 (unfinished: run the sweep again, with --retry-failed if trials failed)"
+    ]
 
     page = (tmp_path / "out" / "report" / "report.md").read_text()
     for word in ("model-1k", "sst2", "msmarco", "(2)", "finite number"):

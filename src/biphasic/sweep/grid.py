@@ -52,13 +52,16 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module:
     """Return the grid with the names of all trials. Reads the model and data files.
 
     `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError that lists all missing models and
-    datasets (Missing, if nothing else is wrong), or sets without a validation split to choose among rates by.
+    datasets (Missing, if nothing else is wrong), pairs of a model and a task that don't fit, or sets without a validation
+    split to choose among rates by.
     """
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
+    pairs = {(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values()
     if module == TRIAL_MODULE:  # at once, since the module's imports take seconds
-        _check_pairs({(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values(), _require_inputs)
+        _check_pairs(pairs, _require_inputs)
     functions = import_module(module)
+    _check_pairs(pairs, lambda _, trial_config: functions.check_trial(trial_config))
 
     def add(cell: Cell, trial_config: FinetuneConfig) -> None:
         names[f"{cell.model}.{cell.task}.{functions.trial_name(trial_config)}"] = cell
