@@ -185,6 +185,22 @@ def test_configurations_that_are_not_used(tmp_path: Path) -> None:
     assert f"- {study.notes[0]}.\n" in page
 
 
+def test_files_with_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is not a number that can be used names the file; what is not of a run is left out."""
+    for name in ("610m-clm-400", "610m-mlm40-400"):
+        write_run(tmp_path, name)
+    (tmp_path / "610m-mlm40-400" / "config.yaml").write_text("12\n")
+    metrics = tmp_path / "610m-clm-400" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"note": 1}\nnull\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "- 610m-mlm40-400/config.yaml: is not used (" in capsys.readouterr().out
+    with metrics.open("a") as file:
+        file.write('{"batch": 401, "loss/train/clm": 1' + 400 * "0" + "}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{metrics}: can't be read (int too large to convert to float)" in capsys.readouterr().err
+
+
 def test_a_study_without_a_model_that_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "610m-clm-400").mkdir()
     (tmp_path / "610m-clm-400" / "config.yaml").write_text("job: pretrain\n")

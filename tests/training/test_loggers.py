@@ -52,6 +52,26 @@ def test_a_run_that_begins_again_is_not_mixed_with_the_earlier_one(tmp_path: Pat
     assert read_metrics(path) == again
 
 
+def test_lines_of_others_are_skipped(tmp_path: Path) -> None:
+    """A user's notes, and what pandas writes of tables with empty cells."""
+    path, own = tmp_path / "metrics.jsonl", {"batch": 3, "time": 1.0, "loss/train/total": 3.0}
+    foreign = ('{"note": "restarted by me"}', "null", "12", "[1]", '"batch"', "# a comment", '{"batch": "3", "time": 1}',
+               '{"batch": NaN}', '{"batch": 3.5}', '{"batch": 1e400}', '{"batch": 99999999999999999999}',
+               '{"batch": null}', '{"batch": {}}')  # fmt: skip
+    path.write_text("\n".join([*foreign, json.dumps(own), *foreign]))
+    assert read_metrics(path) == [own]
+    assert {key: list(values) for key, values in read_columns(path, re.compile("loss/.*")).items()} == {
+        "batch": [3], "loss/train/total": [3.0]
+    }  # fmt: skip
+    path.write_text(f'{json.dumps(own)}\n{{"batch": 3.0, "note": 1}}\n{{"batch": 4.0, "loss/train/total": "2"}}\n')
+    assert [(type(each["batch"]), each["batch"], each.get("time")) for each in read_metrics(path)] == [
+        (int, 3, 1.0), (int, 4, None)
+    ]  # fmt: skip
+    found = read_columns(path, re.compile("loss/.*"))
+    assert found["batch"].tolist() == [3, 4]
+    assert found["loss/train/total"].tolist() == [3.0, pytest.approx(math.nan, nan_ok=True)]
+
+
 def test_columns_are_the_metrics_of_each_batch(tmp_path: Path) -> None:
     """With attempts that begin anywhere, validations of batches that are trained later or never, and broken lines."""
     path, random = tmp_path / "metrics.jsonl", Random(0)

@@ -97,7 +97,7 @@ def _read(files: Mapping[str, Store], name: str) -> bytes:
 
 
 def _read_losses(store: Store, name: str) -> dict[str, Any]:
-    with user_errors(f"{join(store.root, name)}: can't be read"), TemporaryDirectory() as folder:
+    with user_errors(f"{join(store.root, name)}: can't be read", OverflowError), TemporaryDirectory() as folder:
         file = Path(folder, METRICS_FILE) if is_remote(store.root) else Path(store.root, name)
         if is_remote(store.root):
             store.download(name, file)
@@ -116,7 +116,7 @@ def _configs(files: Mapping[str, Store], notes: list[str]) -> dict[str, Pretrain
             content = OmegaConf.to_container(OmegaConf.create(_read(files, f"{run}/{CONFIG_FILE}").decode()))
             if isinstance(content, dict) and content.get("job") == "pretrain":
                 configs[run] = cast("PretrainConfig", check(content, ("pretrain",), lambda _: CONFIG_FILE, ranks=1))
-        except (yaml.YAMLError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, AssertionError) as error:
             notes.append(f"{run}/{CONFIG_FILE}: is not used ({first_line(error)})")
         except ConfigError as error:
             notes.append(f"{run}/{CONFIG_FILE}: is not used ({error.problems[0].key}: {error.problems[0].message})")

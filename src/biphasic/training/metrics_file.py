@@ -26,7 +26,8 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
     """Return the metrics of each batch, in order, from the content of a run's `metrics.jsonl`.
 
     If several attempts have trained a batch, the last one's metrics are returned, and none of later batches that only an
-    earlier attempt has trained: such a run began again, perhaps with another length. Incomplete lines are skipped.
+    earlier attempt has trained: such a run began again, perhaps with another length. Incomplete lines and those of others,
+    without a batch, are skipped.
     """
     batches, newest = dict[int, dict[str, Any]](), 0
     for entry in _entries(text.splitlines()):
@@ -36,7 +37,8 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
             newest = entry["batch"]
         # A validation's line is merged into its batch's, which keeps its time. A batch trained again replaces both.
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
-        batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
+        kept = {key: previous[key] for key in ("time",) if key in previous}
+        batches[entry["batch"]] = {**previous, **entry, **kept}
     return [batches[batch] for batch in sorted(batches)]
 
 
@@ -59,7 +61,7 @@ def read_columns(path: Path, chosen: re.Pattern[str]) -> dict[str, Any]:
             if is_new := batch not in batches[at : at + 1]:
                 batches.insert(at, batch)
             for key, column in columns.items():
-                value = math.nan if entry.get(key) is None else entry[key]
+                value = entry[key] if isinstance(entry.get(key), int | float) else math.nan
                 if is_new:
                     column.insert(at, value)
                 elif is_trained or key in entry:
@@ -81,4 +83,9 @@ def read_scores(folder: Store) -> list[dict[str, Any]]:
 def _entries(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):  # it may end within a character
-            yield from_json(line)  # three times as fast as Python's
+            entry = from_json(line)  # three times as fast as Python's
+            batch = entry.get("batch") if isinstance(entry, dict) else None
+            # Tables that were written back have 3.0, and NaN where a line had no batch.
+            if isinstance(batch, int | float) and abs(batch) < 2**53 and batch == int(batch):
+                entry["batch"] = int(batch)
+                yield entry
