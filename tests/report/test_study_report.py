@@ -14,9 +14,11 @@ from biphasic.errors import UserError
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_folder import read_study
 from biphasic.report.study_report import FIGURES, report_files
-from biphasic.sweep.records import Cell
+from biphasic.storage import open_store
+from biphasic.sweep.records import Cell, write_grid, write_record
 from helpers.buckets import bucket_for, upload_to
 from helpers.studies import MODELS, SEEDS, score, write_run, write_study, write_sweep
+from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 from main import main as run_main
 
 NAMES = {*(figure.name for figure in FIGURES), "losses"}
@@ -160,6 +162,25 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
     assert "- `objective-by-size` doesn't show 610m-muon-420, because 610m-clm-420 has the same place" in left_out
     assert "- no figure shows encoder, other: a model is placed by its run's config.yaml." in left_out
     assert "| 610m-mlm40-420 | 610m | mlm | 40% | 0 | 420 |  | 60.00 ± 0.00 (2 of 3, rate open) |" in page
+
+
+def test_models_without_a_seed_on_all_tasks_of_a_group_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sweeps of other seeds, and a model without one of the tasks. Those with a mean have no line."""
+    models = ("210m-clm-400", "610m-clm-400", "whole")
+    for folder, task, seeds in (("one", SST2, (0, 1)), ("two", MNLI, (7, 8))):
+        grid = grid_of(models[: None if task is SST2 else 2], (task,), (1e-5,), seeds)
+        store = open_store(str(tmp_path / folder))
+        write_grid(store, grid)
+        for record in records_of(grid, lambda cell, name: (0.5, 0.5)).values():
+            write_record(store, record)
+    write_sweep(tmp_path / "three", ["610m-clm-400"], lambda cell, name: (0.5, 0.6), tasks=(MSMARCO,))
+    assert main(["report", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no seed" in line]
+    each = "no seed has a score on each test set of SC"
+    assert lines == [
+        f"- 210m-clm-400, 610m-clm-400: {each} (sst2: 0, 1; mnli-m: 7, 8).",
+        f"- whole: {each} (sst2: 0, 1; mnli-m: none).",
+    ]
 
 
 def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:

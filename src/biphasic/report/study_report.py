@@ -21,7 +21,7 @@ from biphasic.report.formatting import (
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import ScoreTable, differences, score_table
+from biphasic.report.scores import ScoreTable, differences, name_origins, score_table
 from biphasic.report.study_folder import Study
 from biphasic.report.study_losses import losses_figure
 from biphasic.storage import json_bytes
@@ -92,7 +92,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
         ]
     else:
         reasons.append("`losses` needs a run's metrics.jsonl beside its config.yaml")
-    reasons += map(escape, study.notes)
+    reasons += map(escape, [*_without_mean(study.scores, table), *study.notes])
     lines += ["## Left out", "", *([f"- {reason}." for reason in reasons] or ["Nothing."])]
     groups, means = [group for group, _ in table.groups], table.means.score
     by_group = {name: means.xs((name, ""), level=("model", "test_set")).reindex(groups).dropna() for name in scored}
@@ -194,6 +194,18 @@ def _models(facets: pd.DataFrame, table: ScoreTable, scored: list[str]) -> list[
         "the group has no score.",
         "",
     ]
+
+
+def _without_mean(scores: pd.DataFrame, table: ScoreTable) -> list[str]:
+    """Return a line for each group that models have scores of and no mean, with the seeds of each test set."""
+    rows, models = name_origins(scores), dict[str, list[str]]()
+    rows = rows[rows.in_mean.astype(bool)]
+    for (model, group), own in rows.groupby(["model", "group"]):
+        if not table.means.seeds[model, group, ""]:
+            sets = rows.test_set[rows.group == group].unique()
+            seeds = [f"{name}: {', '.join(map(str, sorted(own.seed[own.test_set == name]))) or 'none'}" for name in sets]
+            models.setdefault(f"no seed has a score on each test set of {group} ({'; '.join(seeds)})", []).append(str(model))
+    return [f"{', '.join(names)}: {line}" for line, names in models.items()]
 
 
 def _figure(figure: StudyFigure, compared: pd.DataFrame) -> list[str]:
