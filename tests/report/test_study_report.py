@@ -21,6 +21,7 @@ from helpers.studies import MODELS, SEEDS, score, write_run, write_study, write_
 from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 from main import main as run_main
 
+EVALUATIONS = "evaluations are in no table: read"
 NAMES = {*(figure.name for figure in FIGURES), "losses"}
 
 
@@ -73,11 +74,15 @@ def test_the_stage_of_a_study_in_a_bucket_reads_its_own_models(tmp_path: Path, s
     write_study(output / "quickstart", ["610m-clm-400"])
     write_sweep(output / "sweep", ["210m-clm-400", "610m-mlm40-400"])
     write_run(output, "610m-mlm40-400")
+    for name in ("210m-clm-400", "610m-mlm40-400"):
+        (output / "evaluate" / name).mkdir(parents=True)
+        (output / "evaluate" / name / "scores.json").write_text("{}")
     assert run_main([str(tmp_path / "study.yaml"), "--stage", "report"]) == 0
     assert {row["model"] for row in rows_of(output / "report" / "scores.csv")} == {"210m-clm-400"}
     assert {row["run"] for row in rows_of(output / "report" / "losses.csv")} == {"210m-clm-400"}
     page = (output / "report" / "report.md").read_text()
     assert "610m-clm-400" not in page and "610m-mlm40-400" not in page
+    assert f"\n- {EVALUATIONS} evaluate/210m-clm-400/scores.md, or compare two with biphasic compare.\n" in page
 
 
 def test_numbers_of_a_figure(study: Path) -> None:
@@ -181,6 +186,16 @@ def test_models_without_a_seed_on_all_tasks_of_a_group_are_named(tmp_path: Path,
         f"- 210m-clm-400, 610m-clm-400: {each} (sst2: 0, 1; mnli-m: 7, 8).",
         f"- whole: {each} (sst2: 0, 1; mnli-m: none).",
     ]
+
+
+def test_evaluations_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "610m-clm-400")
+    for name in ("610m-clm-400", "one more"):
+        (tmp_path / "evaluate" / name).mkdir(parents=True)
+        (tmp_path / "evaluate" / name / "scores.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 0
+    files = "evaluate/610m-clm-400/scores.md, evaluate/one more/scores.md"
+    assert f"\n- {EVALUATIONS} {files}, or compare two with biphasic compare.\n" in capsys.readouterr().out
 
 
 def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def _files(folders: Sequence[str], models: Sequence[str] | None, notes: list[str
     for folder in folders:
         store = open_store(folder)
         with user_errors(f"{folder}: can't be read"):
-            parts = models if models is not None and folder == folders[-1] else ("",)
+            own = None if models is None else [*models, *(f"evaluate/{name}" for name in models)]
+            parts = own if own is not None and folder == folders[-1] else ("",)
             names = [name for part in parts for name in store.list(part)]
         for name in names:
             depth, base = name.count("/"), posixpath.basename(name)
@@ -86,6 +87,8 @@ def _files(folders: Sequence[str], models: Sequence[str] | None, notes: list[str
                     message = f"{name} is in both {files[name].root} and {folder}"
                     raise UserError(f"{message}: expected it in only one of a study's folders")
                 files[name] = store
+        if evaluated := [f"{name[:-5]}.md" for name in names if posixpath.basename(name) == "scores.json"]:
+            notes.append(f"evaluations are in no table: read {', '.join(evaluated)}, or compare two with biphasic compare")
         if store not in files.values():
             notes.append(f"{folder}: holds neither a run nor a sweep")
     return dict(sorted(files.items()))
