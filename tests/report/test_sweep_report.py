@@ -118,6 +118,15 @@ def test_a_missing_score_is_not_zero() -> None:
     )
 
 
+def test_a_seed_that_failed_at_the_only_rate() -> None:
+    grid = grid_of(("a", "b"), rates=(1e-5,))
+    files = files_of(grid, records_of(grid, lambda cell, name: None if cell.seed == 2 and cell.model == "a" else (0.5, 0.6)))
+    assert cells(files["report.md"], "Test scores", "sst2")[2:] == ["60.00 ± 0.00 (2 of 3)", "60.00 ± 0.00 (3)"]
+    assert cells(files["report.md"], "Learning rates", "sst2 | a")[2] == "1e-5"
+    table = {row["model"]: row for row in csv.DictReader(io.StringIO(files["table.csv"])) if row["test_set"]}
+    assert [(row["settled"], row["complete"]) for row in table.values()] == [("True", "False"), ("True", "True")]
+
+
 def test_failures_are_listed_in_a_line() -> None:
     grid = grid_of()
     records = records_of(grid, lambda cell, name: None if cell.lr == 1e-4 else noisy(cell, name))

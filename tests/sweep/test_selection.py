@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from biphasic.sweep.records import Cell, Grid, TrialRecord
-from biphasic.sweep.selection import choose_rates, planned_trials, startable_trials
+from biphasic.sweep.selection import ChosenRate, choose_rates, planned_trials, startable_trials
 from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
 
@@ -88,6 +88,17 @@ def test_the_only_rate_needs_no_validation() -> None:
     assert (chosen.lr, chosen.validation, chosen.complete) == (2e-5, None, True)
     assert planned_trials(grid, records) == grid.trials
     assert chosen_rate(grid, records_of(grid, lambda *_: None)).lr is None
+
+
+def test_the_only_rate_is_never_open() -> None:
+    """A seed that failed, or is missing, changes no choice; with or without validation scores."""
+    grid = grid_of(rates=(2e-5,))
+    for validation in (0.5, None):
+        records = records_of(grid, lambda cell, _, score=validation: None if cell.seed == 2 else (score, 0.5))
+        assert chosen_rate(grid, records) == ChosenRate(2e-5, validation, True)
+        del records["a.sst2.2e-05.1"]
+        assert chosen_rate(grid, records) == ChosenRate(2e-5, validation, True)
+    assert chosen_rate(grid, {}) == ChosenRate(None, None, True)
 
 
 def test_one_seed_chooses_and_the_others_run_at_its_rate() -> None:

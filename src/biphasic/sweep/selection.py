@@ -3,9 +3,9 @@
 The chosen rate has the highest mean validation score over the grid's first `rate_seeds` seeds, and is the smallest of
 those with equal means. A grid's only rate is chosen without validation scores too. Test scores are not used. The other
 seeds run at the chosen rates only. Only rates with the largest number of scored seeds are compared, so that no rate wins
-because its worst seed is missing. A choice is `complete` if no missing trial could change it: every trial with the
-choosing seeds has a record, the chosen rate has a score for each of these seeds, and no rate with failed trials has a
-better mean over its scored seeds.
+because its worst seed is missing. A choice is `complete` if no missing trial could change it: there is one rate, or every
+trial with the choosing seeds has a record, the chosen rate has a score for each of these seeds, and no rate with failed
+trials has a better mean over its scored seeds.
 """
 
 import math
@@ -109,11 +109,12 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
     if not scores:
         # With one rate there is nothing to choose, so a task without validation is no problem.
         tested = scores_at(rates[0], "test") if len(rates) == 1 else {}
-        return ChosenRate(rates[0] if tested else None, None, len(tested) == len(choosing))
+        return ChosenRate(rates[0] if tested else None, None, len(rates) == 1)
     most = max(map(len, scores.values()))
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
     complete = most == len(choosing) and all(trials[lr, seed] in records for lr in rates for seed in choosing)
+    complete |= len(rates) == 1
     for other in scores:
         # A rate with failed trials could have won if its mean over the remaining seeds is better.
         if any(trials[other, seed] in records and seed not in scores[other] for seed in choosing):
