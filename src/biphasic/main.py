@@ -117,9 +117,12 @@ def _study(config: StudyConfig, options: argparse.Namespace, stage: str) -> int:
     if stage == "pretrain" and options.plan:
         return print_plan(config, options)
     if stage == "pretrain":
-        from biphasic.study.run import pretrain
+        from biphasic.study.run import is_trained, pretrain
 
         status = pretrain(config, options.limit)
+        if status == 0 and not options.limit and not is_trained(config):
+            print("next: the same command, when these runs are done")
+            return status
     elif stage == "report":
         from biphasic.report.run import write_report
 

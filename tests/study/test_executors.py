@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from biphasic.checkpointing.manifest import Manifest
-from biphasic.config.load import load
+from biphasic.config.load import dump, load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import UserError
 from biphasic.study.run import pretrain
 from biphasic.study.state import RunState
+from main import main as run_main
 
 ROOT = Path(__file__).parents[2]
 MORE = "{continues: clm, objective.phases: [{name: mlm}], schedule: {warmup: 0ba, decay: 40ba}, max_duration: "
@@ -145,6 +146,26 @@ def test_a_command_for_each_ready_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     out = capfd.readouterr().out
     assert f"launch|clm|--env|FILE={tmp_path}/study/clm/run.yaml|" in out
     assert "biphasic: waits for clm" in out and "clm-mlm-600: waits for clm" in out
+
+
+@pytest.mark.parametrize("executor", ["{kind: slurm}", "{kind: command, command: 'true {name} {file}'}"])
+def test_the_next_command_after_runs_were_submitted(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is that of a stage only when all runs are done."""
+    use_scheduler(tmp_path, monkeypatch)
+    study = study_of(tmp_path, executor)
+    words = [str(tmp_path / "study.yaml")]
+    Path(words[0]).write_text(dump(study))
+    states = dict.fromkeys(study.models, RunState())
+    monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
+    for limit, following in (([], "when these runs are done"), (["--limit", "1"], "runs the rest, which --limit left out")):
+        assert run_main([*words, *limit]) == 0
+        printed = capfd.readouterr().out
+        assert printed.endswith(f"next: the same command{',' * (not limit)} {following}\n") and "--stage" not in printed
+    states |= {name: trained(study, name, config.max_duration.value) for name, config in expand(study).items()}
+    assert run_main(words) == 0
+    assert capfd.readouterr().out.endswith(f"next: python src/main.py {words[0]} --stage export\n")
 
 
 def paper_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StudyConfig:

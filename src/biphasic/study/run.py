@@ -57,6 +57,12 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
     return 0
 
 
+def is_trained(study: StudyConfig) -> bool:
+    """Return whether all runs are done: those that an executor has submitted may wait, or train elsewhere."""
+    states = read_states(study)
+    return all(states[name].is_done(config) for name, config in study_runs(study)[0].items())
+
+
 def resolved(study: StudyConfig, run: StudyRun, config: PretrainConfig, start: str | None) -> PretrainConfig:
     """Return the configuration of a run that starts from `start`, and keeps the checkpoints that others need."""
     kept = [Duration(batch, "ba") for batch in (*run.kept, *run.scored)]
