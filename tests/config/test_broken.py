@@ -203,6 +203,8 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
         (QUICKSTART, f"seed={'9' * 5000}", "seed: Exceeds the limit (4300 digits)"),
         (QUICKSTART, "tokenizer=${nothing}",
          "tokenizer: refers to nothing, which has no value: set nothing, or correct the name"),
+        (QUICKSTART, "output=${PATH}/runs",
+         "output: refers to a key PATH: a variable of the environment is ${oc.env:PATH}, or $PATH in a shell"),
     ],
 )  # fmt: skip
 def test_message_of_an_invalid_value(path: Path, override: str, message: str) -> None:

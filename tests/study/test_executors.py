@@ -163,7 +163,7 @@ def test_the_next_command_after_runs_were_submitted(
         assert run_main([*words, *limit]) == 0
         printed = capfd.readouterr().out
         assert printed.endswith(f"next: the same command{',' * (not limit)} {following}\n") and "--stage" not in printed
-    states |= {name: trained(study, name, config.max_duration.value) for name, config in expand(study).items()}
+    states |= {name: trained(study, name, int(config.max_duration.value)) for name, config in expand(study).items()}
     assert run_main(words) == 0
     assert capfd.readouterr().out.endswith(f"next: python src/main.py {words[0]} --stage export\n")
 
