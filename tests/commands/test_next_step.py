@@ -45,6 +45,16 @@ def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys:
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
+@pytest.mark.parametrize(
+    ("output", "name"),
+    [("da ta", "da-ta"), ("out/Köln (1)/", "K-ln-1"), (".", ROOT.name), ("日本", "mine"), ("s3://bucket/.web", "web")],
+)
+def test_a_run_name_from_any_folder_s_name(output: str, name: str) -> None:
+    record = {"splits": {"train": {"tokens": 10**5}}, "sequence_length": 64, "tokenizer": {"vocab_size": 300}}
+    config = load_line(after_conversion(output, record))
+    assert (config.run_name, config.data.folder) == (name, output.rstrip("/"))
+
+
 def test_without_a_validation_split() -> None:
     for tokens, validation in ((10**9, {}), (10**9, {"validation": {"rows": 0}}), (10**5, {})):
         splits = {"train": {"tokens": tokens}, **validation}

@@ -204,7 +204,7 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
         (QUICKSTART, "tokenizer=${nothing}",
          "tokenizer: refers to nothing, which has no value: set nothing, or correct the name"),
         (QUICKSTART, "output=${PATH}/runs",
-         "output: refers to a key PATH: a variable of the environment is ${oc.env:PATH}, or $PATH in a shell"),
+         "output: refers to a key PATH: the environment's variable is ${oc.env:PATH}, or $PATH in a shell"),
     ],
 )  # fmt: skip
 def test_message_of_an_invalid_value(path: Path, override: str, message: str) -> None:

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
 from biphasic.config.plan import JobPlan
+from biphasic.errors import ConfigError
 from biphasic.evaluation.plan import plan_evaluation
 from helpers.tiny import ROOT
 
@@ -36,6 +39,21 @@ def test_a_task_without_texts_is_refused(tmp_path: Path) -> None:
     assert problem.startswith("tasks: CIFAR10 is not of text alone (image")
     [problem] = plan_of("quick", "benchmarks=[]", "tasks=[Flickr30kT2IRetrieval]", f"model.path={tmp_path}").problems
     assert problem.startswith("tasks: Flickr30kT2IRetrieval is not of text alone (image")
+
+
+def test_a_set_is_named_by_its_folder_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one/qrels", "two", "my set"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one")
+    for path, name in ((".", "one"), ("./", "one"), ("qrels/..", "one"), ("../two/", "two"), ("../my set", "my set")):
+        assert (
+            plan_of("own", f"sets=[{path}]", f"model.path={tmp_path}", f"splits={{{name}: [test]}}").lines["tasks"]
+            == f"1: {name}"
+        )
+    (tmp_path / "link").symlink_to(tmp_path / "two")
+    assert plan_of("own", "sets=[../link]", f"model.path={tmp_path}").lines["tasks"] == "1: link"
+    with pytest.raises(ConfigError, match="two folders with the same name, one: results are stored by it"):
+        plan_of("own", "sets=[., ../two/one]")
 
 
 def test_what_is_missing() -> None:

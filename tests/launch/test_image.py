@@ -121,6 +121,30 @@ def test_overrides_with_spaces_stay_whole(monkeypatch: pytest.MonkeyPatch, capsy
     assert {"name": "RUN_YAML", "value": "am9iOiBwcmV0cmFpbg=="} in container["env"]
 
 
+def test_names_of_kubernetes_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are labels of DNS, with the number of a pod after them, and each run has its own."""
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "launch")
+    import kubernetes_job
+
+    runs = [
+        "610m-clm-10k",
+        "a-b",
+        "a_b",
+        "A.B",
+        "a-b-",
+        "日本",
+        "日",
+        "x" * 50,
+        "x" * 80,
+        "x" * 81,
+        f"{'x' * 42}-{'y' * 40}",
+    ]
+    names = [kubernetes_job.resources(run, [], {})[1]["metadata"]["name"] for run in runs]
+    assert names[:2] == ["biphasic-610m-clm-10k", "biphasic-a-b"] and names[7] == f"biphasic-{'x' * 50}"
+    assert len(set(names)) == len(runs)
+    assert all(re.fullmatch("[a-z]([a-z0-9-]{0,57}[a-z0-9])?", name) for name in names), names
+
+
 def test_the_image_has_what_nccl_and_node_sh_use() -> None:
     [packages] = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", DOCKERFILE)
     assert {"libibverbs1", "ibverbs-providers", "procps", "g++", "libc6-dev", "python3-dev"} <= set(packages.split())

@@ -71,6 +71,20 @@ def test_all_problems_are_reported_at_once(sweep: LoadSweep, tmp_path: Path) -> 
     ])  # fmt: skip
 
 
+def test_one_model_or_task_by_two_paths(
+    write_sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    path = write_sweep(models={"m": {"do": "train"}}, tasks=("sst2",))
+    for other in (f"models.n={{path: {tmp_path}/below/../m.model}}", "models.n={path: ../m.model}", "tasks.t=../sst2.yaml"):
+        with pytest.raises(ConfigError) as caught:
+            load(path, [other])
+        first = "tasks.sst2" if "tasks" in other else "models.m.path"
+        [problem] = caught.value.problems
+        assert problem.message.startswith(f"expected another one than that of {first}; got ")
+
+
 def test_a_task_of_another_job_is_refused(sweep: LoadSweep, tmp_path: Path) -> None:
     config = sweep()
     (tmp_path / "sst2.yaml").write_text((ROOT / "yamls" / "quickstart.yaml").read_text())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from posixpath import basename
+from posixpath import abspath, basename
 from typing import TYPE_CHECKING, Any
 
-from biphasic.storage import join
+from biphasic.storage import is_remote, join
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config
@@ -22,7 +23,8 @@ _FINETUNE = Path("yamls/finetune")
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     """Return the pretraining command for a finished conversion."""
     output = output.rstrip("/")
-    words, vocabulary = [f"run_name={basename(output)}", f"data.folder={output}"], record["tokenizer"]["vocab_size"]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", basename(output if is_remote(output) else abspath(output))).strip("-._")
+    words, vocabulary = [f"run_name={name or 'mine'}", f"data.folder={output}"], record["tokenizer"]["vocab_size"]
     if record["splits"]["train"]["tokens"] < _SMALL_TOKENS:
         file, words = (
             "yamls/quickstart.yaml",

@@ -93,8 +93,10 @@ def _keys(detail: ErrorDetails, content: Any) -> tuple[str, ...]:
     keys: list[str] = []
     value: Any = content
     for index, part in enumerate(detail["loc"]):
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
-            value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if isinstance(value, dict) and part in value:
+            part, value = next(item for item in value.items() if item[0] == part)  # `no` is False, which is 0 for pydantic
+        elif isinstance(value, list) and isinstance(part, int):
+            value = value[part]
         elif detail["type"] not in ("missing", "invalid_key") or index < len(detail["loc"]) - 1:
             continue
         keys.append(str(part))

@@ -1,6 +1,6 @@
 """Schema of an evaluation YAML (`job: evaluate`): keys, types, defaults and checks."""
 
-from pathlib import PurePath
+from os.path import abspath, basename
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -19,6 +19,11 @@ class EvaluatedModel(EncoderConfig):
     """Pooling mode. Required for a folder without sentence-transformers' files, which specify the pooling."""
     dimension: Positive | None = None
     """Number of first values of each embedding to use, of a Matryoshka model. Null: its `truncate_dim`, or all."""
+
+
+def set_name(path: str) -> str:
+    """Return the name of a local dataset's task: that of its folder, also if the path is `.` or ends with `..`."""
+    return basename(abspath(path))
 
 
 class EvaluateConfig(RunConfig):
@@ -61,7 +66,7 @@ class EvaluateConfig(RunConfig):
             yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
         if not self.sets and not self.is_default("sets_language"):
             yield ["sets_language", "sets"], "has no effect without sets"
-        names = [PurePath(path).name for path in self.sets]
+        names = [set_name(path) for path in self.sets]
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield ["sets"], f"has two folders with the same name, {name}: results are stored by it"

@@ -214,7 +214,9 @@ def _summary(error: BaseException) -> str:
         return "a value contains itself, or is nested too deeply"
     if isinstance(error, InterpolationKeyError) and (name := re.search("'(.*)'", str(error))):
         if name[1] in os.environ:
-            return f"refers to a key {name[1]}: a variable of the environment is ${{oc.env:{name[1]}}}, or ${name[1]} in a shell"
+            return (
+                f"refers to a key {name[1]}: the environment's variable is ${{oc.env:{name[1]}}}, or ${name[1]} in a shell"
+            )
         return f"refers to {name[1]}, which has no value: set {name[1]}, or correct the name"
     text = getattr(error, "problem", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -1,6 +1,6 @@
 """Schema of a sweep YAML (`job: sweep`): keys, types, defaults and checks."""
 
-from posixpath import normpath
+from os.path import abspath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -77,9 +77,9 @@ class SweepConfig(JobConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values. `biphasic.sweep.grid` checks the tasks' YAMLs."""
-        places: dict[str, Any] = {f"tasks.{name}": normpath(file) for name, file in self.tasks.items()}
+        places: dict[str, Any] = {f"tasks.{name}": abspath(file) for name, file in self.tasks.items()}
         for name, model in self.models.items():
-            path = model.path if is_remote(model.path) else normpath(model.path)
+            path = model.path if is_remote(model.path) else abspath(model.path)
             places[f"models.{name}.path"] = path, model.revision
         first_keys: dict[Any, str] = {}
         for key, place in places.items():

@@ -14,7 +14,7 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.types import PromptType
 
-from biphasic.config.evaluate import EvaluateConfig
+from biphasic.config.evaluate import EvaluateConfig, set_name
 from biphasic.errors import UserError
 from biphasic.evaluation.sets import read_set
 from biphasic.storage import file_hash, user_errors
@@ -48,7 +48,7 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     for name in config.benchmarks:
         for task in _from_mteb("benchmarks", mteb.get_benchmark, name).tasks:
             tasks.setdefault(task.metadata.name, task)
-    sets = [Path(path).name for path in config.sets]
+    sets = [set_name(path) for path in config.sets]
     names = sorted({*tasks, *sets})
     for key in ("subsets", "splits"):
         if unknown := [name for name in getattr(config, key) if name not in names]:
@@ -123,7 +123,7 @@ def _plan_mteb_task(task: Any, config: EvaluateConfig) -> PlannedTask:
 
 
 def _plan_set(path: str, config: EvaluateConfig) -> PlannedTask:
-    name = Path(path).name
+    name = set_name(path)
     if not Path(path).is_dir():
         raise UserError(f"sets: {path}: there is no such folder")
     chosen: dict[str, Any] = {"splits": config.splits[name]} if name in config.splits else {}

@@ -127,7 +127,7 @@ class Slurm(Executor):
         """
         folder = self._study.folder
         place = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
-        return f"{PurePosixPath(folder).name}.{name}.{hashlib.sha256(place.encode()).hexdigest()[:6]}"
+        return f"{PurePosixPath(place).name}.{name}.{hashlib.sha256(place.encode()).hexdigest()[:6]}"
 
 
 class Command(Executor):
