@@ -155,7 +155,7 @@ def test_unfinished_test_sets_of_a_sweep_are_left_out_and_the_others_compared(tm
     unfinished = "unfinished: run the sweep again, with --retry-failed if trials failed"
     assert f"without all predictions in {sweep}@a: mnli-m ({unfinished}), mnli-mm ({unfinished})" in describe(report)
     (tmp_path / "sweep/trials/a.sst2.1e-05.1.json").unlink()
-    with pytest.raises(UserError, match=r"no test set .*in common: .*unfinished trials\) of .*'sst2 \(unfinished: run the "):
+    with pytest.raises(UserError, match=r"no test set .*in common: .*unfinished\) of .*'sst2 \(unfinished: run the "):
         compare(read_scored_model(f"{sweep}@a"), read_scored_model(f"{sweep}@b"))
 
 

@@ -35,8 +35,7 @@ def compare(first: ScoredModel, second: ScoredModel) -> dict[str, Any]:
     left_out = {model.place: model.left_out for model in (first, second)}
     if not shared:
         problem = "have no test set with stored predictions in common"
-        none = "none (other tasks, earlier versions, unfinished trials)"
-        raise UserError(f"the runs {problem}: predictions of {only}; {none} of {left_out}")
+        raise UserError(f"the runs {problem}: predictions of {only}; none (other tasks, old or unfinished) of {left_out}")
     for name, metric in shared:
         scores = first.sets[name, metric], second.sets[name, metric]
         _require_same_data(f"{name}: {first.place} and {second.place}", *scores)

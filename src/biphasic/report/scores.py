@@ -55,10 +55,7 @@ class ScoreTable:
 
 
 def read_sweep(folder: str) -> tuple[Grid, pd.DataFrame, list[str]]:
-    """Read a sweep's output: its grid, its `trial_table`, and a line on records of other grids, if there are any.
-
-    Raises a UserError if it can't be read.
-    """
+    """Read a sweep's grid, its `trial_table` and a line on records of other grids. Raises a UserError if that fails."""
     source = open_store(folder)
     grid = read_grid(source)
     return grid, trial_table(grid, read_records(source, grid.trials)), grid.other_records(source)

@@ -31,8 +31,7 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> JobPlan:
         choosing = config.seeds[: config.rate_seeds]
         planned = {str(cell): cell for cell in configs if cell.seed in choosing or cell.lr == config.learning_rates[0]}
     else:
-        folder = open_store(config.output)
-        records = read_records(folder, grid.trials)
+        records = read_records(folder := open_store(config.output), grid.trials)
         planned = planned_trials(grid, records)
         plan.warnings += grid.other_records(folder)
     trials: dict[str, dict[str, int]] = {}

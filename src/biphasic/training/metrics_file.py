@@ -37,8 +37,7 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
             newest = entry["batch"]
         # A validation's line is merged into its batch's, which keeps its time. A batch trained again replaces both.
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
-        kept = {key: previous[key] for key in ("time",) if key in previous}
-        batches[entry["batch"]] = {**previous, **entry, **kept}
+        batches[entry["batch"]] = {**previous, **entry, **{key: previous[key] for key in previous.keys() & {"time"}}}
     return [batches[batch] for batch in sorted(batches)]
 
 
