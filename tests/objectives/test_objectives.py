@@ -1,5 +1,7 @@
 """From tokens to inputs and targets."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,6 +63,22 @@ def test_replacement_shares() -> None:
     assert abs(len(others) / chosen.sum() - 0.1) < 0.01
     assert others.min() >= 4
     assert others.unique().numel() > 900
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"masking_ratio": 40},
+        {"masking_ratio": float("nan")},
+        {"random_share": 0.8, "keep_share": 0.5},
+        {"keep_share": -0.1},
+        {"target": "nxt"},
+    ],
+)
+def test_numbers_that_are_no_shares_are_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        mlm_inputs_and_targets(*rows_of(2, 8), WORDS, seed=1, counter=0, **{"masking_ratio": 0.4, **numbers})
+    mlm_inputs_and_targets(*rows_of(2, 8), WORDS, seed=1, counter=0, masking_ratio=1.0, random_share=0.9, keep_share=0.1)
 
 
 def test_next_target_is_predicted_one_position_before() -> None:

@@ -1,5 +1,6 @@
 """The switch in a Composer script of one's own: around a Hugging Face decoder, or in a ComposerModel of one's own."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from composer import DataSpec, Evaluator, Trainer
-from composer.core import Callback, State
+from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.metrics.nlp import LanguageCrossEntropy
 from composer.models import ComposerModel, HuggingFaceModel
@@ -24,6 +25,8 @@ from biphasic import (
     MLM,
     Objective,
     ObjectiveSwitch,
+    Ramp,
+    Replacement,
     Vocabulary,
     WarmupStableDecay,
     clm_targets,
@@ -268,6 +271,77 @@ def test_weights_of_microbatches_that_are_not_their_rows_are_refused() -> None:
     assert same(train(packed_rows())[0], train(packed_rows(), microbatch=2, accumulate_train_batch_on_tokens=True)[0])
 
 
+def test_a_copy_of_a_trained_model_computes_its_own_weights() -> None:
+    """A copy of the network, such as `AveragedModel` makes, and trained on in another `HuggingFaceModel`."""
+    trained: Any = train(packed_rows(), batches=4)[1].state.model.model
+    copies = [copy.deepcopy(trained), torch.optim.swa_utils.AveragedModel(trained).module]
+    expected, _ = train(packed_rows(), HuggingFaceModel(trained, tokenizer=tokenizer()))
+    for network in copies:
+        before = {name: weight.clone() for name, weight in trained.state_dict().items()}
+        assert same(train(packed_rows(), HuggingFaceModel(network, tokenizer=tokenizer()))[0], expected)  # pyright: ignore
+        assert all(torch.equal(weight, before[name]) for name, weight in trained.state_dict().items())
+        network.set_attn_implementation("sdpa")  # pyright: ignore
+        assert network(torch.tensor([[5, 6]])).logits.shape == (1, 2, WORDS)
+
+
+def test_the_whole_model_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **keys: compile_with(model, backend="eager", **keys))
+    expected, _ = train(packed_rows())
+    weights, _ = train(packed_rows(), compile_config={})
+    assert same({name.removeprefix("_orig_mod."): weight for name, weight in weights.items()}, expected)
+
+
+def row_lengths(row: dict[str, Tensor]) -> list[int]:
+    ids = row["segment_ids"]
+    return torch.unique_consecutive(ids[ids > 0], return_counts=True)[1].tolist()
+
+
+def test_lengths_give_the_segments() -> None:
+    batch = next(iter(DataLoader(packed_rows(), batch_size=8)))  # pyright: ignore
+    lengths = [row_lengths(row) for row in packed_rows()[:8]]
+    tokens, ids = batch["input_ids"], batch["segment_ids"]
+    for given in (lengths, [torch.tensor(row).numpy() for row in lengths]):
+        assert torch.equal(complete({"input_ids": tokens, "lengths": given})["segment_ids"], ids)
+    kept = complete({"input_ids": tokens, "lengths": lengths, "attention_mask": torch.arange(LENGTH).expand(8, -1) < 9})
+    assert torch.equal(kept["segment_ids"], ids * (torch.arange(LENGTH) < 9))
+    assert [sum(row[: int(own.max())]) for row, own in zip(kept["lengths"], kept["segment_ids"], strict=True)] == [
+        int((own > 0).sum()) for own in kept["segment_ids"]
+    ]
+    for wrong in (torch.tensor([LENGTH] * 8), [[LENGTH, 1]] * 8, [[3, 0]] * 8, [[3]] * 7, [[2.5]] * 8):
+        refuse("lengths: expected for each of 8 rows", lambda wrong=wrong: complete({**batch, "lengths": wrong}), ValueError)
+
+
+def test_labels_and_masks_that_would_be_ignored_are_refused() -> None:
+    batch = next(iter(DataLoader(packed_rows(), batch_size=8)))  # pyright: ignore
+    tokens, ids = batch["input_ids"], batch["segment_ids"]
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    usual = [
+        tokens,
+        tokens.where(ids > 0, -100),
+        tokens.where(~begins, -100),
+        tokens.where(tokens != 5, -100),
+        torch.ones(8),
+    ]
+    assert all(complete({**batch, "labels": labels}, (5,)) for labels in usual)
+    prompt = tokens.where(torch.arange(LENGTH) > 4, -100)
+    for inputs, labels in ((tokens, prompt), (tokens, usual[3]), (tokens.masked_fill(tokens < 9, 1), tokens)):
+        wrong = {**batch, "input_ids": inputs, "labels": labels}
+        refuse("`labels` that differ from `input_ids`", lambda wrong=wrong: complete(wrong, (1,)))
+    refuse(
+        "labels",
+        lambda: train([{**row, "labels": row["input_ids"].where(row["input_ids"] > 20, -100)} for row in packed_rows()]),
+    )
+    for mask in (ids, (ids > 0)[:, None, None]):
+        refuse(
+            "attention_mask: expected 1 at",
+            lambda mask=mask: complete({"input_ids": tokens, "attention_mask": mask}),
+            ValueError,
+        )
+    assert torch.equal(complete({"input_ids": tokens, "attention_mask": ids > 0})["segment_ids"], (ids > 0).long())
+
+
 def refuse(message: str, call: Callable[[], object], kind: type[Exception] = UserError) -> None:
     with pytest.raises(kind, match=message):
         call()
@@ -280,16 +354,34 @@ def test_what_can_t_be_trained_is_refused_in_one_line() -> None:
     refuse("expected a number and a unit", lambda: WarmupStableDecay("20", "0ba", 1e-3), ValueError)
     refuse("masking_ratio: expected", lambda: MLM(masking_ratio=1.5), ValueError)
     refuse("phase 1 begins at 9ba and ends at 6ba", lambda: train(packed_rows(), phases=[CLM(until="9ba"), MLM()]))
+    ramp = MLM(masking_ratio=Ramp(0.5, 0.1))
+    for until, duration in (("3ba", "2ep"), ("1ep", "2ep")):
+        switch = ObjectiveSwitch([CLM(until=until), ramp], tokenizer(), 0)
+        refuse("phase 1: a ramp needs", lambda switch=switch, end=duration: train_with(switch, duration=end, fit=False))
+    refuse(
+        "phase 1 begins at 9ba", lambda: train_with(ObjectiveSwitch([CLM(until="9ba"), MLM()], tokenizer(), 0), fit=False)
+    )
+    for shares in ({"mask": 0.8}, {"mask": 0.8, "random": 0.5, "keep": 0.5}, {"random": -0.5, "keep": 0.5}):
+        refuse("mask, random and keep: expected shares that add up to 1", lambda own=shares: Replacement(**own), ValueError)
+    groups = [{"params": [torch.ones(2)], "lr": 1e-5}, {"params": [torch.ones(2)]}]
+    layerwise = torch.optim.AdamW(groups, lr=1e-3)
+    refuse("rates 1e-05, 0.001, .* 'lr_scale': 0.1", lambda: train_with(WarmupStableDecay(), layerwise))
+    groups = [{"params": [torch.ones(2)], "lr": 1e-5, "lr_scale": 0.1}, {"params": [torch.ones(2)]}]
+    train_with(WarmupStableDecay(lr=1e-2), scaled := torch.optim.AdamW(groups, lr=1e-3))
+    assert [group["lr"] for group in scaled.param_groups] == pytest.approx([1e-3, 1e-2])
     refuse("dictionaries with `input_ids`", lambda: train([torch.ones(4)] * 8), ValueError)
     refuse("decay: expected the unit of max_duration", lambda: train_with(WarmupStableDecay("0ba", "8tok", 1e-3)))
 
 
-def train_with(algorithm: WarmupStableDecay) -> None:
+def train_with(algorithm: Algorithm, optimizer: Any = None, duration: str = "2ba", fit: bool = True) -> None:
     model = HuggingFaceModel(decoder(), tokenizer=tokenizer())
     loader = DataLoader(packed_rows(), batch_size=8)  # pyright: ignore[reportArgumentType]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model=model, train_dataloader=loader, max_duration="2ba", optimizers=optimizer, algorithms=[algorithm],
-            device="cpu", progress_bar=False).fit()  # fmt: skip
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithms = [*([] if isinstance(algorithm, ObjectiveSwitch) else [ObjectiveSwitch([MLM()], tokenizer(), 0)]), algorithm]
+    trainer = Trainer(model=model, train_dataloader=loader, max_duration=duration, optimizers=optimizer,
+                      algorithms=algorithms, device="cpu", progress_bar=False)  # fmt: skip
+    if fit:
+        trainer.fit()
 
 
 TWO_RANKS = """

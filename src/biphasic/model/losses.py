@@ -169,6 +169,8 @@ def cross_entropy_at_targets(
         hidden = transform(hidden)
     with torch.autocast(device, enabled=False):
         compute = _compiled_loss_and_gradient if compiled else _loss_and_gradient
+        if torch.compiler.is_compiling():  # by the caller
+            compute = _loss_and_gradient_to_compile
         differentiable = torch.is_grad_enabled()
         total = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, softcap, dtype, differentiable, compute)
     assert isinstance(total, Tensor)

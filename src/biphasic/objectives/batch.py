@@ -4,11 +4,12 @@ A loader's batch has
 
     input_ids      int64 [rows, length]
     segment_ids    int [rows, length]: 1 for a row's first segment, 2 for the second, …; 0 at padding. Optional: by default
-                   a segment begins where `position_ids` is 0, or a row is one segment; padding is where
-                   `attention_mask` is 0.
+                   segments are those of `lengths`, or one begins where `position_ids` is 0, or a row is one segment;
+                   padding is where `attention_mask` is 0.
     row_ids        int64 [rows], from which a row's masks are drawn. Optional: by default a hash of the row's tokens.
     lengths        a list of segment lengths for each row, optionally without the padding at its end. Optional.
     counter        a number that changes each time a row is seen again. Optional: by default that of the batch.
+    labels         no others than `input_ids` are accepted, because the objective makes its own.
 
 and the switch returns
 
@@ -24,13 +25,17 @@ Every value has an entry for each row, so that a part of a batch is a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from biphasic.errors import UserError
+from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments, rounded_count, run_lengths
 from biphasic.objectives.objective import Objective
 from biphasic.objectives.targets import row_hashes
@@ -81,8 +86,14 @@ def step_of(batch: Mapping[str, Any]) -> Step:
     return batch["step"][0]
 
 
-def complete(batch: Any) -> Batch:
-    """Return a loader's batch with the keys that it may leave out, except `counter`. Raises a ValueError if it is none."""
+def complete(batch: Any, special_ids: Collection[int] = ()) -> Batch:
+    """Return a loader's batch with the keys that it may leave out, except `counter`.
+
+    Raises:
+        ValueError: a value hasn't the form above.
+        UserError: `labels` differ from `input_ids`. They may be -100 at `special_ids`, since an end of text may be the
+            padding token, and at a segment's first token, which CLM never predicts.
+    """
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
@@ -90,21 +101,48 @@ def complete(batch: Any) -> Batch:
             "expected batches that are dictionaries with `input_ids`, int64 [rows, length], and optionally `segment_ids` or "
             f"`position_ids`, and `attention_mask`; got {type(batch).__name__}{keys}"
         )
-    tokens, mask = tokens.long(), batch.get("attention_mask")
+    tokens, mask, lengths = tokens.long(), batch.get("attention_mask"), batch.get("lengths")
+    if mask is not None and (mask.shape != tokens.shape or mask.max() > 1):
+        expected = f"attention_mask: expected 1 at tokens and 0 at padding, {list(tokens.shape)}; got {list(mask.shape)}"
+        raise ValueError(f"{expected}, up to {mask.max()}; numbers of segments are `segment_ids`")
     segment_ids = batch.get("segment_ids")
+    if lengths is not None:
+        lengths = _checked_lengths(lengths, *tokens.shape)
+    if segment_ids is None and lengths is not None:
+        of_rows = ((torch.tensor([*row, tokens.shape[1] - sum(row)]), [*range(1, len(row) + 1), 0]) for row in lengths)
+        segment_ids = torch.stack([torch.tensor(ids).repeat_interleave(counts) for counts, ids in of_rows]).to(tokens.device)
     if segment_ids is None and batch.get("position_ids") is not None:
         segment_ids = (batch["position_ids"] == 0).cumsum(1)
     if segment_ids is None:
         segment_ids = torch.ones_like(tokens)
     if mask is not None:
-        segment_ids = segment_ids * (mask > 0)
-    row_ids, lengths = batch.get("row_ids"), batch.get("lengths")
+        segment_ids, lengths = segment_ids * (mask > 0), None
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape:
+        may_lack = torch.isin(tokens, torch.tensor([*special_ids], dtype=torch.int64, device=tokens.device))
+        may_lack[:, 0] = True
+        may_lack[:, 1:] |= segment_ids[:, 1:] != segment_ids[:, :-1]
+        if ((labels != tokens) & (segment_ids > 0) & ~(may_lack & (labels == IGNORE))).any():
+            raise UserError(
+                "the batches have `labels` that differ from `input_ids`, but the objective makes its own, of all tokens: "
+                "leave them out, and masks too (DataCollatorForLanguageModeling: mlm=False)"
+            )
+    row_ids = batch.get("row_ids")
     return {
         "input_ids": tokens,
         "segment_ids": segment_ids,
         "row_ids": row_hashes(tokens) if row_ids is None else row_ids,
         "lengths": run_lengths(segment_ids) if lengths is None else lengths,
     }
+
+
+def _checked_lengths(lengths: Any, rows: int, length: int) -> list[list[int]]:
+    with suppress(TypeError):
+        checked = [[index(each) for each in row] for row in lengths]
+        if len(checked) == rows and all(min(row, default=1) > 0 and sum(row) <= length for row in checked):
+            return checked
+    expected = f"for each of {rows} rows a list of its segments' lengths, each at least 1 and together at most {length}"
+    raise ValueError(f"lengths: expected {expected}; got {str(lengths)[:200]}")
 
 
 def segment_lengths(batch: Mapping[str, Any]) -> list[int]:

@@ -109,6 +109,11 @@ class Replacement:
     random: float = 0.0
     keep: float = 0.0
 
+    def __post_init__(self) -> None:
+        shares = self.mask, self.random, self.keep
+        if not (min(shares) >= 0 and abs(sum(shares) - 1) < 1e-9):
+            raise ValueError(f"mask, random and keep: expected shares that add up to 1; got {' + '.join(map(str, shares))}")
+
 
 @dataclass(frozen=True)
 class MLM(Objective):

@@ -75,7 +75,7 @@ def mlm_inputs_and_targets(
         segment_ids: [rows, length]; 0 at padding.
         row_ids: int64 [rows]; with `seed` and `counter` as in `random_integers`.
         vocabulary: which tokens exist and which are special.
-        masking_ratio: probability of selecting a token, in (0, 1).
+        masking_ratio: probability of selecting a token, above 0 and at most 1.
         random_share: share of the selected tokens that are replaced by a random token instead of the mask token.
         keep_share: share of the selected tokens that are left unchanged.
         target: `same` predicts a token at its own position. `next` predicts it at the position before it, as CLM does, so
@@ -83,7 +83,16 @@ def mlm_inputs_and_targets(
 
     Returns:
         Inputs and targets, int64 [rows, length] each; targets are -100 where nothing is predicted.
+
+    Raises:
+        ValueError: a number is no such share, or the target is unknown.
     """
+    mask_share = 1 - random_share - keep_share
+    if not 0 < masking_ratio <= 1 or not min(random_share, keep_share, mask_share + 1e-9) >= 0:
+        numbers = f"masking_ratio {masking_ratio}, random_share {random_share}, keep_share {keep_share}"
+        raise ValueError(f"expected a ratio above 0 and at most 1, and shares of at most 1 together; got {numbers}")
+    if target not in ("same", "next"):
+        raise ValueError(f"target: expected same or next; got {target!r}")
     length = tokens.shape[1]
     special = torch.tensor(vocabulary.special_ids, device=tokens.device)
     selected = with_probability(random_integers(seed, _SELECT, counter, row_ids, length), masking_ratio)

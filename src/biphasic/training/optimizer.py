@@ -71,6 +71,7 @@ class WarmupStableDecay(Algorithm):
 
     Raises:
         ValueError: a duration can't be parsed, or the shape is unknown.
+        UserError: when the Trainer is built, parameter groups have different rates and no `lr_scale`.
     """
 
     def __init__(
@@ -88,13 +89,19 @@ class WarmupStableDecay(Algorithm):
         self.decay_shape, self.final_lr = decay_shape, final_lr
 
     def match(self, event: Event, state: State) -> bool:
-        return event == Event.BATCH_START
+        return event in (Event.INIT, Event.BATCH_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        if event == Event.INIT:
+            rates = sorted({float(group["lr"]) for group in groups})
+            if len(rates) > 1 and not any("lr_scale" in group for group in groups):
+                message = f"parameter groups have the rates {', '.join(map(str, rates))}, which WarmupStableDecay replaces"
+                raise UserError(f"{message}: give a group 'lr_scale': 0.1 for 0.1 times the algorithm's lr")
+            return
         end = Duration.parse(str(state.max_duration))
         if self.decay.value and self.decay.unit not in ("dur", end.unit):
             raise UserError(f"decay: expected the unit of max_duration ({end}), or dur; got {self.decay}")
         rate = self.lr * learning_rate_factor(self, end, TrainingProgress.of(state.timestamp))
-        for optimizer in state.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_scale", 1.0)
+        for group in groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,25 +76,35 @@ class ObjectiveSwitch(Algorithm):
         self._is_checked = False
 
     def span(self, state: State, time: TrainingProgress) -> ResolvedPhase:
-        """Return the phase at a time of the run. Raises a UserError if the phases don't fit its `max_duration`."""
+        """Return the phase at a time of the run.
+
+        Raises a UserError if the phases don't fit its `max_duration`, or one with a ramp is not in one unit.
+        """
         end = Duration.parse(str(state.max_duration))
         if self._spans is None or self._spans[0] != end:
             spans = resolve_phases(self.phases, end)
             for each in spans:
                 if each.start.unit == each.end.unit and each.start.value >= each.end.value:
                     raise UserError(f"phases: phase {each.index} begins at {each.start} and ends at {each.end} of {end}")
+                ramps = each.phase.predicted_share(0.0) != each.phase.predicted_share(1.0)
+                if ramps and (each.end.unit == "ep" or (each.start.value and each.start.unit != each.end.unit)):
+                    expected = "a ramp needs its phase's start and end in the same unit, in ba, sp or tok"
+                    raise UserError(f"phases: phase {each.index}: {expected}; got {each.start} to {each.end} of {end}")
             self._spans = end, spans
         return phase_at(self._spans[1], time)
 
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.AFTER_LOSS, Event.BATCH_END):
             return not self._is_checked
-        return event in (Event.INIT, Event.BATCH_START, Event.EVAL_BATCH_START)
+        return event in (Event.INIT, Event.BEFORE_LOAD, Event.BATCH_START, Event.EVAL_BATCH_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             if isinstance(state.model, HuggingFaceModel):
                 compute_prepared_batches(state.model)
+        elif event == Event.BEFORE_LOAD:
+            if state.max_duration is not None:  # it may also be given to `fit`
+                self.span(state, self.last_batch)
         elif event in (Event.AFTER_LOSS, Event.BATCH_END):
             self._check_loss(event, state)
         elif event == Event.EVAL_BATCH_START:
@@ -101,7 +112,7 @@ class ObjectiveSwitch(Algorithm):
             self._on_phase(span.index)
             label = str(state.dataloader_label)
             objective = self.validation.get(label) or span.phase
-            rows = state.device.batch_to_device(complete(state.batch))
+            rows = state.device.batch_to_device(complete(state.batch, self.vocabulary.special_ids))
             state.batch = self.prepare(rows, objective, None, 0, lambda: span.share(self.last_batch))
         else:
             self._begin(state, logger)
@@ -115,7 +126,7 @@ class ObjectiveSwitch(Algorithm):
         self.last_batch = now
         self._on_phase(span.index)
         counter = state.batch.get("counter", now.batches) if isinstance(state.batch, Mapping) else 0
-        rows = complete(state.batch)
+        rows = complete(state.batch, self.vocabulary.special_ids)
         # Before the rows are moved, since reading a number on the device would wait for it.
         torch.manual_seed(derive_seed("dropout", self.seed, now.batches, int(rows["row_ids"][0])))
         rows = state.device.batch_to_device(rows)
@@ -186,23 +197,24 @@ def compute_prepared_batches(model: Any) -> None:
     Raises:
         UserError: the network has no linear head on a decoder that can be made causal and bidirectional.
     """
-    network, name = model.model, type(model.model).__name__
-    if hasattr(network, "_biphasic"):
-        return
-    parts = language_model_of(network, f"model {name}")
-    # Not as an attribute of the network, which would register its modules a second time.
-    original, network._biphasic = network.forward, True
+    network, changed = model.model, model.model.forward
+    if not (isinstance(changed, partial) and changed.func is _forward):
+        parts = language_model_of(network, f"model {type(network).__name__}")
+        # Not as an attribute of the network, which would register its modules a second time. Not as a closure, which would
+        # compute the original in a deep copy; the arguments of a partial are copied too.
+        changed = partial(_forward, parts, network.forward)
+    # A network may be in several of Composer's models, each with its own metrics.
+    network.forward = partial(_forward, *changed.args, with_logits=bool(model.train_metrics))
     model.model_forward_args |= {"input_ids", "labels", "segment_ids", "lengths", "step"}
     model.shift_labels = False
-    with_logits = bool(model.train_metrics)
-
-    def forward(*inputs: Any, **batch: Any) -> Any:
-        return original(*inputs, **batch) if "step" not in batch else _forward(parts, batch, with_logits)
-
-    network.forward = forward
 
 
-def _forward(parts: LanguageModel, batch: Mapping[str, Any], with_logits: bool) -> Any:
+def _forward(parts: LanguageModel, original: Callable[..., Any], *inputs: Any, with_logits: bool, **batch: Any) -> Any:
+    """Compute a prepared batch, and any other with the network's `original` forward."""
+    return original(*inputs, **batch) if "step" not in batch else _compute(parts, batch, with_logits)
+
+
+def _compute(parts: LanguageModel, batch: Mapping[str, Any], with_logits: bool) -> Any:
     """Return the loss of a prepared batch, as transformers' output; its logits if it has no labels, or if asked for."""
     from transformers.modeling_outputs import CausalLMOutput
 
