@@ -28,7 +28,7 @@ from conftest import Write
 from helpers.decoders import FAMILIES, decoder, packed, padded, saved_decoder
 from helpers.exports import export_language_model
 from helpers.stored_checkpoints import network
-from helpers.tiny import LENGTH, PAD, config_of, train
+from helpers.tiny import LENGTH, PAD, config_of, train, write_tokenizer
 
 TRUSTED: dict[str, Any] = {"trust_remote_code": True}
 
@@ -115,6 +115,18 @@ def test_biphasic_loads_it_without_the_code(model: LanguageModel, out: Path, fam
     assert encoder.backbone.get_input_embeddings().padding_idx is None  # pyright: ignore
     # trust_remote_code changes nothing: the code isn't needed, and isn't run.
     assert load_encoder(str(out), trust_remote_code=True).is_packed
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "biogpt"])
+def test_biphasic_loads_a_family_with_other_names_of_its_parts(family: str, tmp_path: Path) -> None:
+    """An export calls them `model` and `lm_head`."""
+    saved_decoder(family, tmp_path / "hub")
+    write_tokenizer(tmp_path / "hub")
+    model = load_language_model(str(tmp_path / "hub")).eval()
+    export_language_model(model, load_tokenizer(str(tmp_path / "hub")), tmp_path / "export")
+    loaded = load_language_model(str(tmp_path / "export")).eval()
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert torch.equal(packed(load_encoder(str(tmp_path / "export")).backbone.eval()), packed(model.backbone))
 
 
 def test_it_trains_in_transformers(out: Path, family: str, tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Training can start from any supported decoder: same loss as its own code, room for a mask token, errors of one line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from biphasic.config.model import ModelConfig
+from biphasic.config.plan import plan
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.initial_model import build_language_model
@@ -18,7 +21,7 @@ from biphasic.model import attention
 from biphasic.model import language_model as language_model_module
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
-from biphasic.model.probe import packing_problem
+from biphasic.model.probe import packed_attention, packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.targets import clm_targets
 from conftest import Write
@@ -253,6 +256,14 @@ def test_families_that_can_t_be_packed_are_refused(family: str, problem: str, tm
     assert "\n" not in str(caught.value)
 
 
+def test_a_decoder_within_its_base_model_is_refused(tmp_path: Path) -> None:
+    """Neither its checkpoints nor its export could be loaded."""
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None}
+    saved_decoder("opt", tmp_path, **sizes)
+    with pytest.raises(UserError, match="opt isn't supported: its decoder is a part of its base model"):
+        load_language_model(str(tmp_path))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "bert"])
 def test_networks_without_a_list_of_layers_are_refused(family: str, tmp_path: Path) -> None:
     names = {"n_embd": 32, "n_layer": 2, "n_head": 4} if family != "bert" else {"is_decoder": True}
@@ -322,6 +333,61 @@ def test_the_probe_finds_wrong_attention(broken: str, problem: str, monkeypatch:
     assert packing_problem(model) is None
     monkeypatch.setitem(attention.BACKEND_FUNCTIONS, "sdpa", wrong)
     assert packing_problem(model) == problem
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_probe_tells_right_from_wrong_attention_in_half_precision(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights as transformers draws them, bf16 rounding is larger than the error of another scale."""
+    config = saved_decoder("llama", tmp_path).config
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+
+    language_model_module.language_model_of(model(), "model")
+    assert packed_attention(model())(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), True).dtype == dtype
+    compute = attention.BACKEND_FUNCTIONS["sdpa"]
+
+    def scaled(*inputs: Any) -> Any:
+        return compute(*inputs[:-1], inputs[-1]._replace(scale=2 * inputs[-1].scale))
+
+    monkeypatch.setitem(attention.BACKEND_FUNCTIONS, "sdpa", scaled)
+    wrong = model()
+    with pytest.raises(UserError, match="its hidden states are not those of its own attention"):
+        packed_attention(wrong)
+    assert {weight.dtype for weight in wrong.parameters()} == {dtype}
+
+
+def test_what_a_run_can_t_keep_up_is_said_at_its_start(
+    write_yaml: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base that a later phase can't set is refused, by the plan too; a model that can't be exported is a warning."""
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    saved_decoder("llama", tmp_path / "scaled", rope_parameters=scaled)
+    saved_decoder("gemma3_text", tmp_path / "gemma")
+    phases = [{"name": "clm", "until": "6ba"}, {"name": "mlm", "model": {"rope_theta": 500.0}}]
+    for folder in ("scaled", "gemma"):
+        config = config_of(write_yaml(model={"init_from": str(tmp_path / folder)}, objective__phases=phases))
+        problem = r"objective\.phases\.1\.model\.rope_theta: .*/\w+ .*has no plain rotary positions with one base"
+        with pytest.raises(UserError, match=problem):
+            train(config)
+        [planned] = plan(config, 1).problems
+        assert re.match(problem, planned)
+        assert not (config.run_folder / "metrics.jsonl").exists()
+    saved_decoder("eurobert", tmp_path / "biases", attention_bias=True)
+    capsys.readouterr()
+    train(config_of(write_yaml("biases", model={"init_from": str(tmp_path / "biases")}, max_duration="8ba")))
+    assert "WARNING: the model can be trained, but not exported: export: a eurobert model" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="needs Gemma 4")
+def test_layers_of_different_sizes_are_refused(write_yaml: Write, tmp_path: Path) -> None:
+    saved_decoder("gemma4_text", tmp_path / "gemma4", num_hidden_layers=3)
+    config = config_of(write_yaml(model={"init_from": str(tmp_path / "gemma4")}))
+    assert any("layers have different sizes" in problem for problem in plan(config, 1).problems)
+    with pytest.raises(UserError, match="gemma4_text can't be trained: its layers have different sizes"):
+        train(config)
 
 
 def test_a_run_resumes_without_the_model_that_it_started_from(write_yaml: Write, tmp_path: Path) -> None:

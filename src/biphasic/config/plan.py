@@ -11,10 +11,11 @@ from typing import Any
 from biphasic.amounts import format_bytes
 from biphasic.config.data_plan import plan_datasets, rows_by_source
 from biphasic.config.model import architecture_of
+from biphasic.config.phase_inputs import phase_key
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import StreamRecord
 from biphasic.durations import BatchShape, Duration
-from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, rows_problem, shard_ranks
+from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, rows_problem, scaled_rope, shard_ranks
 from biphasic.timeline import decay_start, resolve_phases
 
 
@@ -78,6 +79,14 @@ def plan(
     rows = config.longest_row, config.model.max_position_embeddings
     if (problem := rows_problem(str(config.model.init_from), content, *rows)) is not None:
         run_plan.problems.append(problem)
+    bases = {f"{phase_key(index)}.": phase.model for index, phase in enumerate(config.objective.phases)}
+    for above, section in {"": config.model, **bases}.items():
+        if section is not None and section.rope_theta is not None and (rope := scaled_rope(content)) is not None:
+            problem = f"{config.model.init_from} has no plain rotary positions with one base ({rope}); leave it out"
+            run_plan.problems.append(f"{above}model.rope_theta: {problem}")
+    if content.get("per_layer_config"):
+        problem = "its layers have different sizes (per_layer_config), which isn't supported"
+        run_plan.problems.append(f"model.init_from: {config.model.init_from}: {problem}")
     architecture = architecture_of(config.model) or _architecture(content)
     if architecture is not None and config.model.new_vocabulary is not None:
         tokenizers = [stream.record["tokenizer"] for stream in records.values() if "tokenizer" in stream.record]

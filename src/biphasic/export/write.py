@@ -18,7 +18,8 @@ from biphasic.data.same_encoding import TELLING_TEXTS
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
-from biphasic.export.formats import Format, Kind, add_older_keys
+from biphasic.export.formats import Format, Kind, add_older_keys, choose_format
+from biphasic.model.language_model import LanguageModel
 from biphasic.model.pooling import SentenceSettings
 from biphasic.quiet import progress_bars
 from biphasic.storage import atomic_path, is_free, user_errors
@@ -46,6 +47,20 @@ def _fill(network: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, origi
             raise UserError(f"{origin}: {name} has shape {stored}; {kind} expects {own}")
     network.load_state_dict({name: weights[name].to(dtype) for name in expected}, strict=False, assign=True)
     network.tie_weights()
+
+
+def _network(fmt: Format, kind: Kind, weights: Mapping[str, Tensor], dtype: torch.dtype, origin: str) -> Any:
+    with user_errors(f"export: {origin} can't be written as {fmt.config.model_type}", AttributeError), torch.device("meta"):
+        network = fmt.classes[kind](fmt.config)
+    weights = {re.sub(r"^backbone\.", "model.", name): weight for name, weight in weights.items()}
+    _fill(network, fmt.rename(weights), dtype, origin)
+    return network
+
+
+def require_exportable(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Raise a UserError, before training, if the model can't be exported afterwards. Nothing is written."""
+    weights = {name: weight.to("meta") for name, weight in model.state_dict().items()}
+    _network(choose_format(model.config, tokenizer), "ForMaskedLM", weights, torch.float32, "model")
 
 
 def write_folder(
@@ -76,10 +91,7 @@ def write_folder(
     be replaced, or it can't be written.
     """
     require_free(out, force)
-    with torch.device("meta"):
-        network = fmt.classes[kind](fmt.config)
-    weights = {re.sub(r"^backbone\.", "model.", name): weight for name, weight in weights.items()}
-    _fill(network, fmt.rename(weights), dtype, origin)
+    network = _network(fmt, kind, weights, dtype, origin)
     settings = settings or SentenceSettings()
     settings = replace(settings, max_length=settings.max_length or fmt.config.max_position_embeddings)
 

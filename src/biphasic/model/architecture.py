@@ -165,6 +165,16 @@ def rope_threshold(content: Mapping[str, Any]) -> RopeThreshold | None:
     return min((each for each in found if isinstance(each.length, int)), key=lambda each: each.length, default=None)
 
 
+def scaled_rope(content: Mapping[str, Any]) -> Any:
+    """Return what in a config.json says that rotary positions are scaled or have several bases; None if nothing does."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling")
+    if isinstance(rope, dict):
+        of_layers = any(isinstance(each, dict) for each in rope.values())
+        if of_layers or (rope.get("rope_type") or rope.get("type") or "default") != "default":
+            return rope
+    return content.get("rope_local_base_freq") or content.get("global_rope_theta")
+
+
 def rows_problem(path: str, content: Mapping[str, Any], longest: int, max_positions: int | None) -> str | None:
     """Return why the model of `model.init_from` can't be trained on rows of up to `longest` tokens; None if it can.
 

@@ -10,7 +10,7 @@ from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.architecture import rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_weights
-from biphasic.model.hf_config import config_content, is_papers, load_hf_config
+from biphasic.model.hf_config import config_content, is_decoder_export, is_papers, load_hf_config
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_error
@@ -63,7 +63,10 @@ def load_language_model(
             _log.warning(message, path)
             hf_config.tie_word_embeddings = model.config.tie_word_embeddings = False
             model.base_model.config.tie_word_embeddings = False
-    return language_model_of(model, f"model {path}", sequence_length)
+    language_model = language_model_of(model, f"model {path}", sequence_length)
+    if language_model.backbone is not model.base_model:  # checkpoints and exports are of a base model
+        raise UserError(f"model {path}: {family} isn't supported: its decoder is a part of its base model")
+    return language_model
 
 
 def load_network(
@@ -79,6 +82,8 @@ def load_network(
     from safetensors import SafetensorError
 
     attention.register()
+    if is_decoder_export(config_content(path, options.get("revision"))):
+        options["key_mapping"] = _names_in_family(auto_class, config)
     try:
         with without_warnings():  # of heads that the class does not have
             options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
@@ -112,3 +117,13 @@ def load_network(
         message = "model %s: %d of its weights are not used by the network in config.json, e.g. %s"
         _log.warning(message, path, len(unused), min(unused))
     return network
+
+
+def _names_in_family(auto_class: Any, config: Any) -> dict[str, str] | None:
+    """Return the family's names of what an export calls `model` and `lm_head`, as patterns; None if they are the same."""
+    with torch.device("meta"):
+        network = auto_class.from_config(config)
+    lm_head = network.get_output_embeddings()
+    head = next((name for name, module in network.named_modules() if module is lm_head), "lm_head")
+    names = {r"^model\.": f"{network.base_model_prefix}.", r"^lm_head\.": f"{head}."}
+    return None if [*names.values()] == ["model.", "lm_head."] else names

@@ -15,7 +15,7 @@ from biphasic.model import attention
 from biphasic.model.architecture import MODERNBERT_HEADS, Architecture
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_at_targets
-from biphasic.model.probe import computes_own_logits, packing_problem
+from biphasic.model.probe import computes_own_logits, in_fp32, packing_problem
 from biphasic.model.segments import Segments
 
 
@@ -65,7 +65,12 @@ class LanguageModel(nn.Module):
         return self.backbone.config
 
     def architecture(self) -> Architecture:
-        return Architecture.from_hf_config(self.config)
+        """Raises a UserError if the layers have different sizes (Gemma 4)."""
+        try:
+            return Architecture.from_hf_config(self.config)
+        except RuntimeError:  # transformers' for a value that differs between layers
+            problem = "its layers have different sizes, which isn't supported"
+            raise UserError(f"{self.config.model_type} can't be trained: {problem}") from None
 
     @property
     def rope_theta(self) -> float:
@@ -131,22 +136,23 @@ def language_model_of(network: Any, name: str, longest: int | None = None) -> La
         config.lm_head_bias = backbone.config.lm_head_bias = True
     was_training = network.training
     network.eval().set_attn_implementation(attention.ATTENTION_NAME)
-    problem = packing_problem(backbone, decoder=type(network) in MODEL_FOR_CAUSAL_LM_MAPPING.values(), longest=longest)
-    if problem is not None:
-        raise UserError(f"{name}: {family} can't be trained on packed segments: {problem}")
-    language_model = LanguageModel(backbone, lm_head, head)
-    if not computes_own_logits(network, language_model):
-        raise UserError(f"{refused}: its logits aren't those of its head on the last hidden states")
+    decoder = type(network) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
+    with in_fp32(network):
+        if (problem := packing_problem(backbone, decoder, longest)) is not None:
+            raise UserError(f"{name}: {family} can't be trained on packed segments: {problem}")
+        language_model = LanguageModel(backbone, lm_head, head)
+        if not computes_own_logits(network, language_model):
+            raise UserError(f"{refused}: its logits aren't those of its head on the last hidden states")
     network.train(was_training)
     return language_model
 
 
-def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:
-    """Return a configuration's rotary positions. Raises a UserError if they are scaled or have several bases."""
+def plain_rope(hf_config: Any, path: str = "this model", key: str = "model.rope_theta") -> dict[str, Any]:
+    """Return a configuration's rotary positions. Raises a UserError about `key` if they are scaled or several."""
     rope = getattr(hf_config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         problem = f"has no plain rotary positions with one base (its rope_parameters: {rope}); leave rope_theta out"
-        raise UserError(f"model.rope_theta: {path} ({hf_config.model_type}) {problem}")
+        raise UserError(f"{key}: {path} ({hf_config.model_type}) {problem}")
     return rope
 
 

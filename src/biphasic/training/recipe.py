@@ -19,6 +19,7 @@ from biphasic.checkpointing.start_rules import ResumeGuard
 from biphasic.config.conversion_checks import bos_warning, conversion_record
 from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
+from biphasic.config.phase_inputs import phase_key
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.batches import PhaseRows, TrainingBatches
@@ -28,8 +29,10 @@ from biphasic.data.streams import opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.devices import describe_machine_once, is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
+from biphasic.errors import first_line
+from biphasic.export.write import require_exportable
 from biphasic.initial_model import build_language_model
-from biphasic.model.language_model import LanguageModel
+from biphasic.model.language_model import LanguageModel, plain_rope
 from biphasic.objectives.objective import CLM, MLM, Objective
 from biphasic.objectives.targets import Vocabulary
 from biphasic.ranks import is_first_rank
@@ -128,6 +131,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
     # Phases: which objective a batch has
     bases, validation = [each.rope_theta for each in config.inputs], _validation_objectives(config)
+    for index, base in enumerate(bases):
+        if base is not None:  # now, and not when the phase begins
+            plain_rope(model.config, str(config.model.init_from), f"{phase_key(index)}.model.rope_theta")
     objective = ObjectiveSwitch(
         phases,
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
@@ -213,6 +219,10 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     size = architecture_of(config.model)
     if size is None:
         model = build_language_model(*arguments)
+        try:
+            require_exportable(model, tokenizer)
+        except Exception as error:  # the family's code may raise anything
+            run.say(f"WARNING: the model can be trained, but not exported: {first_line(error)}")
         return model, choose_strategy(config.parallelism.strategy, model.architecture(), run.checkpoint)
     strategy = choose_strategy(config.parallelism.strategy, size, run.checkpoint)
     # With FSDP the other ranks receive rank 0's weights, so their models are built on the meta device.
