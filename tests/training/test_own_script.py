@@ -33,6 +33,7 @@ from biphasic import (
     cross_entropy_at_targets,
     mlm_inputs_and_targets,
     pack,
+    packed_attention,
     step_of,
 )
 from biphasic.errors import UserError
@@ -371,6 +372,22 @@ def test_what_can_t_be_trained_is_refused_in_one_line() -> None:
     assert [group["lr"] for group in scaled.param_groups] == pytest.approx([1e-3, 1e-2])
     refuse("dictionaries with `input_ids`", lambda: train([torch.ones(4)] * 8), ValueError)
     refuse("decay: expected the unit of max_duration", lambda: train_with(WarmupStableDecay("0ba", "8tok", 1e-3)))
+
+
+def test_segments_whose_positions_would_depend_on_others_are_refused() -> None:
+    """transformers chooses dynamic frequencies by the longest position of a call, in which all segments are."""
+    config = decoder().config
+    config.max_position_embeddings = 8
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    model = LlamaForCausalLM(copy.deepcopy(config))
+    refuse(
+        "a segment has .* tokens, but .*dynamic.* of 8 tokens",
+        lambda: train(packed_rows(), HuggingFaceModel(model, tokenizer())),
+    )
+    forward, tokens = packed_attention(LlamaForCausalLM(copy.deepcopy(config))), torch.randint(2, WORDS, (1, 17))
+    segment_ids = torch.tensor([[1] * 8 + [2] * 8 + [0]])
+    forward(tokens, segment_ids, True)
+    refuse("a segment has 9 tokens", lambda: forward(tokens, torch.tensor([[1] * 8 + [2] * 9]), True))
 
 
 def train_with(algorithm: Algorithm, optimizer: Any = None, duration: str = "2ba", fit: bool = True) -> None:

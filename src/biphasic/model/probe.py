@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
-from biphasic.model.architecture import rope_threshold
+from biphasic.model.architecture import require_lengths, rope_threshold
 from biphasic.model.forward import packed_forward, padded_forward
 from biphasic.model.segments import Segments, reserved_positions, run_lengths, visibility_mask
 from biphasic.quiet import without_warnings
@@ -235,6 +235,11 @@ def sees_padding(encoder: nn.Module, pad_id: int) -> bool:
     return bool(_differs(padded[:length], alone, _TOLERANCE).any())
 
 
+@torch.compiler.disable  # lengths differ from batch to batch
+def _segments_of(segment_ids: Tensor) -> Segments:
+    return Segments.of([length for row in run_lengths(segment_ids) for length in row], segment_ids.device)
+
+
 def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
     """Switch a Hugging Face model to attention over segments, in both directions, and return a function that computes it.
 
@@ -244,7 +249,8 @@ def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
     of any length.
 
     Raises:
-        UserError: the model's layers can't be switched. Its own attention stays.
+        UserError: the model's layers can't be switched. Its own attention stays. The function raises one if a segment is so
+            long that the model's positions would depend on the other segments.
     """
     attention.register()
     base = model.base_model
@@ -259,8 +265,11 @@ def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
         model.set_attn_implementation(own)
         raise UserError(f"{type(model).__name__} can't be computed on packed segments: {problem}")
 
+    rope = rope_threshold(backbone.config.to_dict())
+
     def forward(input_ids: Tensor, segment_ids: Tensor, causal: bool) -> Tensor:
-        segments = Segments.of([length for row in run_lengths(segment_ids) for length in row], input_ids.device)
+        segments = _segments_of(segment_ids)
+        require_lengths(rope, segments.lengths)
         return packed_forward(backbone, input_ids.flatten(), segments, causal).unflatten(0, input_ids.shape)
 
     return forward

@@ -84,7 +84,6 @@ class Segments:
     """FlexAttention's block masks by sliding window (0: none)."""
 
     @classmethod
-    @torch.compiler.disable  # lengths differ from batch to batch
     def of(
         cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, count: int | None = None
     ) -> Segments:

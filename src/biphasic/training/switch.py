@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from biphasic.data.seeds import derive_seed
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import UserError
+from biphasic.model.architecture import RopeThreshold, require_lengths, rope_threshold
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel, language_model_of
 from biphasic.model.losses import IGNORE
@@ -202,24 +203,35 @@ def compute_prepared_batches(model: Any) -> None:
         parts = language_model_of(network, f"model {type(network).__name__}")
         # Not as an attribute of the network, which would register its modules a second time. Not as a closure, which would
         # compute the original in a deep copy; the arguments of a partial are copied too.
-        changed = partial(_forward, parts, network.forward)
+        changed = partial(_forward, parts, rope_threshold(parts.config.to_dict()), network.forward)
     # A network may be in several of Composer's models, each with its own metrics.
     network.forward = partial(_forward, *changed.args, with_logits=bool(model.train_metrics))
     model.model_forward_args |= {"input_ids", "labels", "segment_ids", "lengths", "step"}
     model.shift_labels = False
 
 
-def _forward(parts: LanguageModel, original: Callable[..., Any], *inputs: Any, with_logits: bool, **batch: Any) -> Any:
+def _forward(
+    parts: LanguageModel,
+    rope: RopeThreshold | None,
+    original: Callable[..., Any],
+    *inputs: Any,
+    with_logits: bool,
+    **batch: Any,
+) -> Any:
     """Compute a prepared batch, and any other with the network's `original` forward."""
-    return original(*inputs, **batch) if "step" not in batch else _compute(parts, batch, with_logits)
+    return original(*inputs, **batch) if "step" not in batch else _compute(parts, rope, batch, with_logits)
 
 
-def _compute(parts: LanguageModel, batch: Mapping[str, Any], with_logits: bool) -> Any:
+_segments_of = torch.compiler.disable(segments_of)  # lengths differ from batch to batch
+
+
+def _compute(parts: LanguageModel, rope: RopeThreshold | None, batch: Mapping[str, Any], with_logits: bool) -> Any:
     """Return the loss of a prepared batch, as transformers' output; its logits if it has no labels, or if asked for."""
     from transformers.modeling_outputs import CausalLMOutput
 
     step, inputs, targets, loss = step_of(batch), batch["input_ids"], batch.get("labels"), None
-    segments = segments_of(batch)
+    segments = _segments_of(batch)
+    require_lengths(rope, segments.lengths)
     if targets is not None and not with_logits:
         total, _ = parts(inputs.flatten(), targets.flatten(), segments, step.causal)
         return CausalLMOutput(loss=step.mean_loss(total, len(inputs)))
