@@ -235,7 +235,7 @@ def sees_padding(encoder: nn.Module, pad_id: int) -> bool:
     return bool(_differs(padded[:length], alone, _TOLERANCE).any())
 
 
-@torch.compiler.disable  # lengths differ from batch to batch
+@torch.compiler.disable()  # lengths differ from batch to batch
 def _segments_of(segment_ids: Tensor) -> Segments:
     return Segments.of([length for row in run_lengths(segment_ids) for length in row], segment_ids.device)
 

@@ -222,7 +222,7 @@ def _forward(
     return original(*inputs, **batch) if "step" not in batch else _compute(parts, rope, batch, with_logits)
 
 
-_segments_of = torch.compiler.disable(segments_of)  # lengths differ from batch to batch
+_segments_of = torch.compiler.disable()(segments_of)  # lengths differ from batch to batch
 
 
 def _compute(parts: LanguageModel, rope: RopeThreshold | None, batch: Mapping[str, Any], with_logits: bool) -> Any:
