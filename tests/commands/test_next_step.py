@@ -47,7 +47,15 @@ def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     ("output", "name"),
-    [("da ta", "da-ta"), ("out/Köln (1)/", "K-ln-1"), (".", ROOT.name), ("日本", "mine"), ("s3://bucket/.web", "web")],
+    [
+        ("da ta", "da-ta"),
+        ("out/Köln (1)/", "K-ln-1"),
+        (".", ROOT.name),
+        ("日本", "mine"),
+        ("s3://bucket/.web", "web"),
+        ("2024", "2024"),
+        ("1e5", "1e5"),
+    ],
 )
 def test_a_run_name_from_any_folder_s_name(output: str, name: str) -> None:
     record = {"splits": {"train": {"tokens": 10**5}}, "sequence_length": 64, "tokenizer": {"vocab_size": 300}}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from biphasic.conversion.reading import Document, read_documents
+from biphasic.conversion.reading import Document, Skipped, read_documents
 from biphasic.conversion.source_files import DamagedFileError
 from biphasic.conversion.sources import find_files
 from biphasic.errors import UserError
@@ -59,11 +59,17 @@ def test_an_array_of_something_else_is_named(tmp_path: Path) -> None:
         read(file)
 
 
-@pytest.mark.parametrize("indent", ["{\n", '{"text": "one",\n', '{"words": [\n'])
 @pytest.mark.parametrize("ending", ["json", "jsonl"])
-def test_an_object_over_several_lines_is_refused(indent: str, ending: str, tmp_path: Path) -> None:
+def test_an_object_over_several_lines_is_refused(ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.{ending}"
-    file.write_text(f'\n{indent} "id": "1"}}\n')
+    file.write_text('\n{\n "id": "1"}\n')
     message = rf"^source {file}, line 2: begins an object over several lines; expected a line such as \{{.*array"
     with pytest.raises(UserError, match=message):
         read(file)
+
+
+def test_a_first_line_that_is_cut_is_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"id": "1", "text": "He came, saw,\n{"id": "2", "text": "two"}\n')
+    cut, document = read(file)
+    assert isinstance(cut, Skipped) and cut.kind == "not JSON" and document == Document("2", "two")

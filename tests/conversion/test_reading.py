@@ -225,6 +225,21 @@ def test_filters_know_every_digit_of_whole_numbers(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text(f"text,n\nb,{number}\n")
     for shift, expected in ((0, ["a", "b"]), (-1, [])):
         assert texts(read(tmp_path, id=None, filters=[{"column": "n", "any_of": [number + shift]}])) == expected
+    for condition, expected in (
+        ({"min": number}, 2),
+        ({"min": number + 1}, 0),
+        ({"max": number - 1}, 0),
+        ({"max": number}, 2),
+    ):
+        assert len(texts(read(tmp_path, id=None, filters=[{"column": "n", **condition}]))) == expected
+
+
+def test_a_filter_leaves_the_ids_of_its_column(tmp_path: Path) -> None:
+    """They decide what is held out for validation."""
+    ids = pa.array([Decimal("5.00"), Decimal("7.25")])
+    pq.write_table(pa.table({"text": ["a", "b"], "id": ids}), tmp_path / "a.parquet")
+    for filters in ([], [{"column": "id", "min": 5}]):
+        assert [entry.id for entry in read(tmp_path, filters=filters) if isinstance(entry, Document)] == ["5.00", "7.25"]
 
 
 def test_a_parquet_file_whose_texts_are_all_null_has_no_documents(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def require_validation(config: FinetuneConfig) -> None:
     pass
 
 
-def check_trial(config: FinetuneConfig) -> None:
-    pass
+def check_trial(config: FinetuneConfig) -> list[str]:
+    return []
 
 
 def run_trial(config: FinetuneConfig) -> TrialResult:

@@ -366,8 +366,9 @@ def test_what_a_run_can_t_keep_up_is_said_at_its_start(
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
     saved_decoder("llama", tmp_path / "scaled", rope_parameters=scaled)
     saved_decoder("gemma3_text", tmp_path / "gemma")
+    saved_decoder("biogpt", tmp_path / "learned")
     phases = [{"name": "clm", "until": "6ba"}, {"name": "mlm", "model": {"rope_theta": 500.0}}]
-    for folder in ("scaled", "gemma"):
+    for folder in ("scaled", "gemma", "learned"):
         config = config_of(write_yaml(model={"init_from": str(tmp_path / folder)}, objective__phases=phases))
         problem = r"objective\.phases\.1\.model\.rope_theta: .*/\w+ .*has no plain rotary positions with one base"
         with pytest.raises(UserError, match=problem):

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import biphasic.main as job
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
@@ -20,7 +21,9 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.report.example_scores import read_scored_model
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
+from biphasic.sweep.plan import plan_sweep
 from biphasic.sweep.records import Cell, read_grid, read_records
+from biphasic.sweep.run import run
 from helpers.tiny import ROOT, write_tokenizer
 from helpers.toy_sets import config_of, make_sets, write_encoder
 
@@ -66,10 +69,18 @@ def test_a_sweep_and_its_plan_refuse_what_a_fine_tuning_and_its_plan_refuse(
         plan, start = printed(names, *override.split())
         assert plan == start and len(plan) == 1 and plan[0].startswith(problem), (plan, start)
     checked = []
-    monkeypatch.setattr(trial, "check_trial", lambda config: checked.append((config.model.path, config.task.name)))
+
+    def check(config: FinetuneConfig) -> list[str]:
+        checked.append((config.model.path, config.task.name))
+        return [f"{config.task.name} has pairs"]
+
+    monkeypatch.setattr(trial, "check_trial", check)
     config = load(tmp_path / "sweep.yaml", ["overrides=[]"])
-    assert isinstance(config, SweepConfig) and len(build_grid(config, trial_configs(config)).trials) == 36
-    assert len(checked) == len(set(checked)) == 2
+    assert isinstance(config, SweepConfig)
+    assert plan_sweep(config).warnings == ["msmarco has pairs"] and len(checked) == len(set(checked)) == 2
+    assert len(build_grid(config, trial_configs(config)).trials) == 36
+    run(config, limit=0)
+    assert "WARNING: msmarco has pairs\n" in capsys.readouterr().out
 
 
 def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:

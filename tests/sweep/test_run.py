@@ -242,7 +242,7 @@ def test_another_sweep_with_the_same_output(sweep: LoadSweep, capsys: pytest.Cap
     assert "WARNING" not in capsys.readouterr().out
     for changed in (sweep({"n": {"do": "train"}}), sweep({"m": {"do": "train"}}, overrides=["batch_size=8"])):
         [warning] = plan_sweep(changed, "helpers.small_trials").warnings
-        assert warning.startswith("2 records in trials/ are not of this grid (of other settings, or of another sweep ")
+        assert warning.startswith("2 records in trials/ are not of this grid (of other settings, another sweep or ")
     assert run(changed, module="helpers.small_trials") == 0
     assert f"WARNING: {changed.output}: {warning}: its report will be of this grid alone\n" in capsys.readouterr().out
     assert len(recorded_trials(open_store(changed.output))) == 2 + 4

@@ -385,8 +385,12 @@ def test_segments_whose_positions_would_depend_on_others_are_refused() -> None:
         lambda: train(packed_rows(), HuggingFaceModel(model, tokenizer())),
     )
     forward, tokens = packed_attention(LlamaForCausalLM(copy.deepcopy(config))), torch.randint(2, WORDS, (1, 17))
-    segment_ids = torch.tensor([[1] * 8 + [2] * 8 + [0]])
-    forward(tokens, segment_ids, True)
+    for padding in (1, 9):  # which may be longer
+        alone, padded = tokens[:, : 17 - padding], torch.tensor([[1] * 8 + [2] * (9 - padding) + [0] * padding])
+        hidden = forward(tokens, padded, True)[:, : 17 - padding]
+        assert torch.allclose(hidden, forward(alone, padded[:, : 17 - padding], True), atol=1e-6)
+    masks = [{"input_ids": row["input_ids"], "attention_mask": (torch.arange(LENGTH) < 4).long()} for row in packed_rows()]
+    train(masks, HuggingFaceModel(LlamaForCausalLM(copy.deepcopy(config)), tokenizer()))
     refuse("a segment has 9 tokens", lambda: forward(tokens, torch.tensor([[1] * 8 + [2] * 9]), True))
 
 

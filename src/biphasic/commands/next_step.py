@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -22,9 +23,15 @@ _FINETUNE = Path("yamls/finetune")
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     """Return the pretraining command for a finished conversion."""
+    from omegaconf import OmegaConf
+
     output = output.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", basename(output if is_remote(output) else abspath(output))).strip("-._")
-    words, vocabulary = [f"run_name={name or 'mine'}", f"data.folder={output}"], record["tokenizer"]["vocab_size"]
+    name, folder = (  # 2024 and true need quotes
+        json.dumps(word) if word.isalnum() and OmegaConf.from_dotlist([f"word={word}"]).word != word else word
+        for word in (name or "mine", output)
+    )
+    words, vocabulary = [f"run_name={name}", f"data.folder={folder}"], record["tokenizer"]["vocab_size"]
     if record["splits"]["train"]["tokens"] < _SMALL_TOKENS:
         file, words = (
             "yamls/quickstart.yaml",

@@ -61,9 +61,9 @@ class FilterConfig(Section):
 
     column: str
     """Name of the column."""
-    min: float | None = None
+    min: int | float | None = None
     """Smallest value to keep: `min: 3` keeps an `int_score` of at least 3."""
-    max: float | None = None
+    max: int | float | None = None
     """Largest value to keep."""
     any_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
     """Keep only these values; of a list, documents with at least one of them. Text that YAML reads as something else needs

@@ -126,9 +126,19 @@ def read_start(file: SourceFile, config: ConvertConfig) -> None:
     next(iter(_lines(file, READ_BYTES) if is_text else read_documents(file, config)), None)
 
 
-def _document(text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig) -> Entry:
-    """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
-    if not all(_passes(values.get(condition.column), condition) for condition in config.filters):
+def _document(
+    text: str | bytes | None,
+    values: dict[str, Any],
+    where: str,
+    config: ConvertConfig,
+    compared: dict[str, Any] | None = None,
+) -> Entry:
+    """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8.
+
+    Filters compare the `values`, or those of `compared`, if they are others.
+    """
+    compared = values if compared is None else compared
+    if not all(_passes(compared.get(condition.column), condition) for condition in config.filters):
         return Skipped(FILTERED, where, "")
     if isinstance(text, bytes):
         return Skipped("not UTF-8", where, "its text is not UTF-8")
@@ -155,40 +165,45 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
             # One row group at a time: of several, pyarrow would keep in memory all that it has read.
             for group in range(first, end):
                 for batch in reader.iter_batches(_BATCH_ROWS, [group], names):
-                    for entry in zip(*(_column_values(batch.column(name), name in filtered) for name in names), strict=True):
+                    stored = {name: _column_values(batch.column(name)) for name in names}
+                    compared = {name: _as_written(stored[name], batch.column(name).type) for name in filtered}
+                    for number in range(len(batch)):
                         row += 1
-                        values = dict(zip(names, entry, strict=True))
-                        yield _document(values[config.text_column], values, f"{file.path}, row {row}", config)
+                        values, others = ({name: of[number] for name, of in each.items()} for each in (stored, compared))
+                        yield _document(values[config.text_column], values, f"{file.path}, row {row}", config, others)
     except (OSError, pa.ArrowException) as error:
         raise read_error(file, f"is damaged after row {row}", error) from error
 
 
-def _column_values(column: Any, is_filtered: bool) -> list[Any]:
-    """Return a column's values, as bytes if they are texts that are not UTF-8. A filter's are such as JSON would have."""
+def _column_values(column: Any) -> list[Any]:
+    """Return a column's values, as bytes if they are texts that are not UTF-8."""
     import pyarrow as pa
 
     try:
-        values = column.to_pylist()
+        return column.to_pylist()
     except UnicodeDecodeError:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        values, is_filtered = column.cast(pa.large_binary(), safe=False).to_pylist(), True
-    kind = column.type
+        values = column.cast(pa.large_binary(), safe=False).to_pylist()
+        return [None if value is None else _decode(value) for value in values]
+
+
+def _as_written(values: list[Any], kind: Any) -> list[Any]:
+    """Return a column's values as JSON would have them. In double precision, 0.7 of a 32-bit float is 0.699999988."""
     while (inner := getattr(kind, "value_type", None)) is not None:  # of lists and dictionaries
         kind = inner
-    single = {"float": np.float32, "halffloat": np.float16}.get(str(kind))
-    return [_as_written(value, single) for value in values] if is_filtered else values
+    single: Callable[[float], Any] | None = {"float": np.float32, "halffloat": np.float16}.get(str(kind))
 
+    def written(value: Any) -> Any:
+        if isinstance(value, list):
+            return [written(each) for each in value]
+        if isinstance(value, bytes):
+            return _decode(value)
+        if isinstance(value, Decimal):
+            return int(value) if value == int(value) else float(value)
+        return float(str(single(value))) if single is not None and value is not None else value
 
-def _as_written(value: Any, single: Callable[[float], Any] | None) -> Any:
-    """Return a value as JSON would have it. In double precision, 0.7 of the type `single` is 0.699999988."""
-    if isinstance(value, list):
-        return [_as_written(each, single) for each in value]
-    if isinstance(value, bytes):
-        return _decode(value)
-    if isinstance(value, Decimal):
-        return int(value) if value == int(value) else float(value)
-    return float(str(single(value))) if single is not None and value is not None else value
+    return [written(value) for value in values]
 
 
 def _decode(value: bytes) -> str | bytes:
@@ -227,7 +242,7 @@ def _read_json(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
                 yield Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
             except (ValueError, RecursionError) as error:
                 expected = _expected(file.path, config)
-                if is_first and stripped.startswith(b"{") and stripped.endswith((b"{", b"[", b",")):
+                if is_first and stripped == b"{":
                     problem = f"begins an object over several lines; expected {expected}, or an array of objects"
                     raise UserError(f"source {where}: {problem}") from None
                 yield Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {expected}")

@@ -15,6 +15,7 @@ from biphasic.errors import UserError
 from biphasic.storage import open_store, user_errors
 
 StoredRow = dict[str, np.ndarray]
+_PADDING = 8  # tokens: fewer may be separators of empty documents
 _CONVERSION = re.compile(r"lengths \(ndarray:uint32\), tokens \(ndarray:(uint16|uint32):(\d+)\)")
 _IDS = re.compile(r"(tokens|input_ids) \((?:bytes|ndarray:(uint16|int32|uint32|int64)(?::(\d+))?)\)")
 _BESIDE = re.compile(r"id \((?:str|int)\)|len \(u?int(?:16|32|64)?\)")
@@ -154,8 +155,11 @@ def row_reader(
             raise ShardError(f"{name} has token ids from {low} to {high}, but `tokenizer` has {vocab_size} tokens")
         if own is not None:
             return dict(row)
-        if pad is not None and (np.all(tokens[:2] == pad) or np.all(tokens[-2:] == pad)):
-            raise ShardError(f"{name} has padding (id {pad}) at an end; expected {length} tokens of text, joined or cut")
+        if pad is not None and (np.all(tokens[:_PADDING] == pad) or np.all(tokens[-_PADDING:] == pad)):
+            advice = f"if documents end with this id, set {key}.document_end={pad}"
+            raise ShardError(
+                f"{name} has padding (id {pad}) at an end; expected {length} tokens of text, joined or cut: {advice}"
+            )
         ends = [] if end is None else np.flatnonzero(tokens == end) + 1
         return {"tokens": tokens, "lengths": np.diff(np.union1d(ends, [length]), prepend=0).astype(np.uint32)}
 

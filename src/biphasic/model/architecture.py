@@ -175,13 +175,20 @@ def require_lengths(rope: RopeThreshold | None, lengths: Sequence[int]) -> None:
 
 
 def scaled_rope(content: Mapping[str, Any]) -> Any:
-    """Return what in a config.json says that rotary positions are scaled or have several bases; None if nothing does."""
+    """Return what in a config.json says that rotary positions are scaled, of several bases or none; None if nothing does."""
+    if content and not _is_rotary(content):
+        return "it has none"
     rope = content.get("rope_parameters") or content.get("rope_scaling")
     if isinstance(rope, dict):
         of_layers = any(isinstance(each, dict) for each in rope.values())
         if of_layers or (rope.get("rope_type") or rope.get("type") or "default") != "default":
             return rope
     return content.get("rope_local_base_freq") or content.get("global_rope_theta")
+
+
+def _is_rotary(content: Mapping[str, Any]) -> bool:
+    # LLaMA's first config.json has rotary positions, and no key for them.
+    return any("rope" in key or "rotary" in key for key in content) or "rms_norm_eps" in content
 
 
 def rows_problem(path: str, content: Mapping[str, Any], longest: int, max_positions: int | None) -> str | None:
@@ -198,9 +205,7 @@ def rows_problem(path: str, content: Mapping[str, Any], longest: int, max_positi
             f"(also of phases; the longest is {longest}) to at most {rope.length} and leave model.max_position_embeddings "
             'out, or remove the scaling from its config.json ("rope_type": "default")'
         )
-    # LLaMA's first config.json has rotary positions, and no key for them.
-    is_rotary = any("rope" in key or "rotary" in key for key in content) or "rms_norm_eps" in content
-    if isinstance(own, int) and not is_rotary and (longest > own or max_positions not in (None, own)):
+    if isinstance(own, int) and not _is_rotary(content) and (longest > own or max_positions not in (None, own)):
         return (
             f"model.init_from: {path} has {own} learned positions, none for longer rows: set data.sequence_length (also of "
             f"phases; the longest is {longest}) to at most {own} and leave model.max_position_embeddings out"

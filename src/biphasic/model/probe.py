@@ -19,7 +19,7 @@ from biphasic.errors import UserError, first_line
 from biphasic.model import attention
 from biphasic.model.architecture import require_lengths, rope_threshold
 from biphasic.model.forward import packed_forward, padded_forward
-from biphasic.model.segments import Segments, reserved_positions, run_lengths, visibility_mask
+from biphasic.model.segments import Segments, cut_padding, reserved_positions, run_lengths, visibility_mask
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_errors
 
@@ -268,7 +268,7 @@ def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
     rope = rope_threshold(backbone.config.to_dict())
 
     def forward(input_ids: Tensor, segment_ids: Tensor, causal: bool) -> Tensor:
-        segments = _segments_of(segment_ids)
+        segments = _segments_of(segment_ids if rope is None else cut_padding(segment_ids, rope.length))
         require_lengths(rope, segments.lengths)
         return packed_forward(backbone, input_ids.flatten(), segments, causal).unflatten(0, input_ids.shape)
 

@@ -114,6 +114,12 @@ def run_lengths(segment_ids: Tensor) -> list[list[int]]:
     return [torch.diff(row.nonzero()[:, 0] + 1, prepend=torch.tensor([0])).tolist() for row in ends.cpu()]
 
 
+def cut_padding(segment_ids: Tensor, longest: int) -> Tensor:
+    """Number padding, -1, -2, and so on, so that each of its segments has at most `longest` tokens."""
+    pieces = -1 - torch.arange(segment_ids.shape[1], device=segment_ids.device) // longest
+    return torch.where(segment_ids == 0, pieces, segment_ids)
+
+
 def rounded_count(segments: int) -> int:
     """Round up to a multiple of 8 with three significant bits, because cuDNN prepares a plan for each number."""
     step = max(1 << max(segments.bit_length() - 3, 0), 8)

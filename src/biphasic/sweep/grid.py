@@ -48,20 +48,28 @@ def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
     return {cell: _config_at(by_pair[cell.model, cell.task], cell) for cell in cells}
 
 
-def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> Grid:
-    """Return the grid with the names of all trials. Reads the model and data files.
+def check_trials(configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> list[str]:
+    """Check each pair of a model and a task as the plan of a fine-tuning does, and return the warnings.
 
-    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError that lists all missing models and
-    datasets (Missing, if nothing else is wrong), pairs of a model and a task that don't fit, or sets without a validation
+    Raises a UserError that lists all missing models and datasets (Missing, if nothing else is wrong), or what doesn't fit.
+    """
+    pairs = {(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values()
+    if module == TRIAL_MODULE:  # at once, since the module's imports take seconds
+        _check_pairs(pairs, _require_inputs)
+    functions, warnings = import_module(module), dict[str, None]()
+    _check_pairs(pairs, lambda _, trial_config: warnings.update(dict.fromkeys(functions.check_trial(trial_config))))
+    return list(warnings)
+
+
+def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], module: str = TRIAL_MODULE) -> Grid:
+    """Return the grid with the names of all trials, which `check_trials` has passed. Reads the model and data files.
+
+    `configs` come from `trial_configs`; `module` names and runs trials. Raises a UserError about sets without a validation
     split to choose among rates by.
     """
     names: dict[str, Cell] = {}
     tasks: dict[str, GridTask] = {}
-    pairs = {(cell.task, cell.model): (cell, each) for cell, each in configs.items()}.values()
-    if module == TRIAL_MODULE:  # at once, since the module's imports take seconds
-        _check_pairs(pairs, _require_inputs)
     functions = import_module(module)
-    _check_pairs(pairs, lambda _, trial_config: functions.check_trial(trial_config))
 
     def add(cell: Cell, trial_config: FinetuneConfig) -> None:
         names[f"{cell.model}.{cell.task}.{functions.trial_name(trial_config)}"] = cell

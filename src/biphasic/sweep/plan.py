@@ -11,7 +11,7 @@ from biphasic.config.plan import JobPlan
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import Missing, UserError
 from biphasic.storage import open_store
-from biphasic.sweep.grid import TRIAL_MODULE, build_grid, trial_configs
+from biphasic.sweep.grid import TRIAL_MODULE, build_grid, check_trials, trial_configs
 from biphasic.sweep.records import Cell, TrialRecord, read_records
 from biphasic.sweep.selection import planned_trials
 
@@ -25,6 +25,7 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> JobPlan:
     """
     plan, configs, records = JobPlan(config.output, config.job), trial_configs(config), dict[str, TrialRecord]()
     try:
+        plan.warnings += check_trials(configs, module)
         grid = build_grid(config, configs, module)
     except UserError as error:
         (plan.missing if isinstance(error, Missing) else plan.problems).extend(str(error).splitlines())

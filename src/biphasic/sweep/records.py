@@ -86,7 +86,7 @@ class Grid:
     def other_records(self, folder: Store) -> list[str]:
         """Return a line on records of trials that the grid doesn't have, if there are any. Raises OSError."""
         count = len(set(recorded_trials(folder)) - self.trials.keys())
-        reason = "of other settings, or of another sweep with this output"
+        reason = "of other settings, another sweep or an earlier version of Biphasic"
         return [f"{count} records in {TRIALS_FOLDER}/ are not of this grid ({reason})"] if count else []
 
 

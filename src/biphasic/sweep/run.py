@@ -18,7 +18,7 @@ from biphasic.config.sweep import SweepConfig
 from biphasic.errors import Preempted, UserError, first_line
 from biphasic.processes import STOP_SIGNALS, noted_signals
 from biphasic.storage import Store, open_store
-from biphasic.sweep.grid import TRIAL_MODULE, build_grid, trial_configs
+from biphasic.sweep.grid import TRIAL_MODULE, build_grid, check_trials, trial_configs
 from biphasic.sweep.plan import device_seconds
 from biphasic.sweep.records import TRIALS_FOLDER, Cell, Grid, TrialRecord, read_records, write_grid, write_record
 from biphasic.sweep.selection import planned_trials, startable_trials
@@ -54,9 +54,12 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
             lock = RunLock(config.output, key="output", alternative="output")
             lock.acquire(ranks=1)
             stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
+            warnings = check_trials(configs, module)
             grid = build_grid(config, configs, module)
-            for line in grid.other_records(folder):
-                print(f"WARNING: {config.output}: {line}: its report will be of this grid alone", flush=True)
+            warnings += (
+                f"{config.output}: {line}: its report will be of this grid alone" for line in grid.other_records(folder)
+            )
+            print(*(f"WARNING: {line}\n" for line in warnings), sep="", end="", flush=True)
             write_grid(folder, grid)
             driver = Driver(grid, configs, folder, config.cluster.retries)
             driver.read_records(retry_failed)

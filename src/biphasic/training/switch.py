@@ -20,6 +20,7 @@ from biphasic.model.architecture import RopeThreshold, require_lengths, rope_thr
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel, language_model_of
 from biphasic.model.losses import IGNORE
+from biphasic.model.segments import Segments, cut_padding, run_lengths
 from biphasic.objectives.batch import Batch, Step, complete, segments_of, step_of
 from biphasic.objectives.objective import Draws, Objective
 from biphasic.objectives.targets import Vocabulary
@@ -222,7 +223,11 @@ def _forward(
     return original(*inputs, **batch) if "step" not in batch else _compute(parts, rope, batch, with_logits)
 
 
-_segments_of = torch.compiler.disable()(segments_of)  # lengths differ from batch to batch
+@torch.compiler.disable()  # lengths differ from batch to batch
+def _segments_of(batch: Mapping[str, Any], rope: RopeThreshold | None) -> Segments:
+    if rope is not None:
+        batch = {**batch, "lengths": run_lengths(cut_padding(batch["segment_ids"], rope.length))}
+    return segments_of(batch)
 
 
 def _compute(parts: LanguageModel, rope: RopeThreshold | None, batch: Mapping[str, Any], with_logits: bool) -> Any:
@@ -230,7 +235,7 @@ def _compute(parts: LanguageModel, rope: RopeThreshold | None, batch: Mapping[st
     from transformers.modeling_outputs import CausalLMOutput
 
     step, inputs, targets, loss = step_of(batch), batch["input_ids"], batch.get("labels"), None
-    segments = _segments_of(batch)
+    segments = _segments_of(batch, rope)
     require_lengths(rope, segments.lengths)
     if targets is not None and not with_logits:
         total, _ = parts(inputs.flatten(), targets.flatten(), segments, step.causal)
