@@ -21,6 +21,8 @@ Run = dict[str, list[tuple[str, float]]]
 """Ids and scores of each query's documents, best first."""
 Qrels = dict[str, dict[str, int]]
 """Grades of each query's judged documents; grades above 0 are relevant."""
+_Rounded = tuple[Tensor, Tensor]
+"""Vectors in bf16, and the lengths of what rounding changed."""
 _BLOCK, _QUERIES = 4096, 2048
 """Number of documents, and of queries, that are compared at a time."""
 _LOW_BITS = (1 << 32) - 1
@@ -60,7 +62,8 @@ class ExactTopK:
             scaled, longest = self._scale(rows)
             allowed = None if mask is None else mask[:, start : start + len(rows)].to(rows.device)
             parts = [slice(at, at + _QUERIES) for at in range(0, len(self._queries), _QUERIES)]
-            chosen = [self._candidates(part, scaled, longest, allowed) for part in parts]
+            rounded = _round_to_bf16(scaled) if self._rounds else None
+            chosen = [self._candidates(part, scaled, rounded, longest, allowed) for part in parts]
             used = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
             for _, column, many in chosen:
                 used[column] = True
@@ -90,12 +93,16 @@ class ExactTopK:
         longest = block.new_ones(()) if self._cosine else _in_range(block.norm(dim=1).amax())
         return (block if self._cosine else (block / longest).nan_to_num()).float(), longest
 
-    def _candidates(self, part: slice, scaled: Tensor, longest: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
+    def _candidates(
+        self, part: slice, scaled: Tensor, rounded: _Rounded | None, longest: Tensor, allowed: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return the pairs of a part of the queries and a block's documents that may be among the best: both numbers, int64
         [pairs], by query, and which queries, bool [queries], have too many, which are left out."""
         best, queries, scale = self._best[part], self._scaled[part], (self._lengths[part] * longest)[:, None]
         allowed, few = None if allowed is None else allowed[part], len(queries) * len(scaled) // 32
-        chosen = self._choose_rounded(best, queries, scaled, scale, allowed) if self._rounds else None
+        chosen = None
+        if rounded is not None and self._rounds:
+            chosen = self._choose_rounded(best, queries, rounded, scale, allowed)
         if chosen is None or len(chosen) > few:
             fewer = self._choose(best, queries, scaled, scale, allowed)
             self._rounds = self._rounds and (chosen is None or len(chosen) - len(fewer) <= few)
@@ -108,14 +115,14 @@ class ExactTopK:
         return query, chosen - query * len(scaled), many
 
     def _choose_rounded(
-        self, best: Tensor, queries: Tensor, scaled: Tensor, scale: Tensor, allowed: Tensor | None
+        self, best: Tensor, queries: Tensor, rounded: _Rounded, scale: Tensor, allowed: Tensor | None
     ) -> Tensor | None:
         """Choose as `_choose` by a product of vectors rounded to bf16; return None where that can't exclude half of them."""
         if best.shape[1] < self._k:
             return None
-        (left, left_error), (right, right_error) = _round_to_bf16(queries), _round_to_bf16(scaled)
+        (left, left_error), (right, right_error) = _round_to_bf16(queries), rounded
         # By the triangle inequality, for lengths up to 1.01. Tensor cores truncate sums: up to 4 times the error.
-        error = 1.01 * (left_error + right_error.amax()) + 4 * _fp32_error(scaled.shape[1])
+        error = 1.01 * (left_error + right_error.amax()) + 4 * _fp32_error(right.shape[1])
         least = _least_product(_scores(best.amin(1, keepdim=True)), scale, error)
         if not (least > 0).all():
             return None
@@ -309,7 +316,7 @@ def _multiplies_bf16_faster(device: torch.device) -> bool:
     return device.type == "cpu" and bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
-def _round_to_bf16(vectors: Tensor) -> tuple[Tensor, Tensor]:
+def _round_to_bf16(vectors: Tensor) -> _Rounded:
     """Return fp32 vectors in bf16, and the lengths of what rounding changed, fp64 [rows, 1]."""
     rounded = vectors.bfloat16()
     return rounded, (vectors - rounded).norm(dim=1, keepdim=True).double()

@@ -5,11 +5,9 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
-
-from biphasic.errors import UserError
 
 MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
 """Families with ModernBERT's prediction head, and its name in their classes."""
@@ -165,13 +163,6 @@ def rope_threshold(content: Mapping[str, Any]) -> RopeThreshold | None:
         elif "dynamic" in kind and "alpha" not in each:  # with Hunyuan's `alpha` they are constant
             found.append(RopeThreshold(kind, "max_position_embeddings", positions))
     return min((each for each in found if isinstance(each.length, int)), key=lambda each: each.length, default=None)
-
-
-def require_lengths(rope: RopeThreshold | None, lengths: Sequence[int]) -> None:
-    """Raise a UserError if a segment of a call is longer than a model's `rope_threshold`."""
-    if rope is not None and (longest := max(lengths, default=0)) > rope.length:
-        problem = f"positions ({rope.kind}) depend on the other segments beyond its {rope.key} of {rope.length} tokens"
-        raise UserError(f"a segment has {longest} tokens, but the model's {problem}: make segments shorter")
 
 
 def scaled_rope(content: Mapping[str, Any]) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
-from biphasic.model.architecture import require_lengths, rope_threshold
+from biphasic.model.architecture import RopeThreshold, rope_threshold
 from biphasic.model.forward import packed_forward, padded_forward
-from biphasic.model.segments import Segments, cut_padding, reserved_positions, run_lengths, visibility_mask
+from biphasic.model.segments import Segments, limited_lengths, reserved_positions, run_lengths, visibility_mask
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_errors
 
@@ -236,8 +236,9 @@ def sees_padding(encoder: nn.Module, pad_id: int) -> bool:
 
 
 @torch.compiler.disable()  # lengths differ from batch to batch
-def _segments_of(segment_ids: Tensor) -> Segments:
-    return Segments.of([length for row in run_lengths(segment_ids) for length in row], segment_ids.device)
+def _segments_of(segment_ids: Tensor, rope: RopeThreshold | None) -> Segments:
+    lengths = run_lengths(segment_ids) if rope is None else limited_lengths(segment_ids, rope)
+    return Segments.of([length for row in lengths for length in row], segment_ids.device)
 
 
 def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
@@ -268,8 +269,7 @@ def packed_attention(model: Any) -> Callable[[Tensor, Tensor, bool], Tensor]:
     rope = rope_threshold(backbone.config.to_dict())
 
     def forward(input_ids: Tensor, segment_ids: Tensor, causal: bool) -> Tensor:
-        segments = _segments_of(segment_ids if rope is None else cut_padding(segment_ids, rope.length))
-        require_lengths(rope, segments.lengths)
+        segments = _segments_of(segment_ids, rope)
         return packed_forward(backbone, input_ids.flatten(), segments, causal).unflatten(0, input_ids.shape)
 
     return forward

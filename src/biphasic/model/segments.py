@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from biphasic.errors import UserError
+
+if TYPE_CHECKING:
+    from biphasic.model.architecture import RopeThreshold
 
 
 def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
@@ -114,10 +119,17 @@ def run_lengths(segment_ids: Tensor) -> list[list[int]]:
     return [torch.diff(row.nonzero()[:, 0] + 1, prepend=torch.tensor([0])).tolist() for row in ends.cpu()]
 
 
-def cut_padding(segment_ids: Tensor, longest: int) -> Tensor:
-    """Number padding, -1, -2, and so on, so that each of its segments has at most `longest` tokens."""
-    pieces = -1 - torch.arange(segment_ids.shape[1], device=segment_ids.device) // longest
-    return torch.where(segment_ids == 0, pieces, segment_ids)
+def limited_lengths(segment_ids: Tensor, rope: RopeThreshold) -> list[list[int]]:
+    """Return what `run_lengths` returns, with padding in segments of at most the threshold's length.
+
+    Raises a UserError if another segment is longer, because its positions would depend on the other segments of a call.
+    """
+    pieces = -1 - torch.arange(segment_ids.shape[1], device=segment_ids.device) // rope.length
+    lengths = run_lengths(torch.where(segment_ids == 0, pieces, segment_ids))
+    if (longest := max(map(max, lengths), default=0)) > rope.length:
+        problem = f"positions ({rope.kind}) depend on the other segments beyond its {rope.key} of {rope.length} tokens"
+        raise UserError(f"a segment has {longest} tokens, but the model's {problem}: make segments shorter")
+    return lengths
 
 
 def rounded_count(segments: int) -> int:

@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from biphasic.data.seeds import derive_seed
 from biphasic.durations import Duration, TrainingProgress
 from biphasic.errors import UserError
-from biphasic.model.architecture import RopeThreshold, require_lengths, rope_threshold
+from biphasic.model.architecture import RopeThreshold, rope_threshold
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel, language_model_of
 from biphasic.model.losses import IGNORE
-from biphasic.model.segments import Segments, cut_padding, run_lengths
+from biphasic.model.segments import Segments, limited_lengths
 from biphasic.objectives.batch import Batch, Step, complete, segments_of, step_of
 from biphasic.objectives.objective import Draws, Objective
 from biphasic.objectives.targets import Vocabulary
@@ -226,7 +226,7 @@ def _forward(
 @torch.compiler.disable()  # lengths differ from batch to batch
 def _segments_of(batch: Mapping[str, Any], rope: RopeThreshold | None) -> Segments:
     if rope is not None:
-        batch = {**batch, "lengths": run_lengths(cut_padding(batch["segment_ids"], rope.length))}
+        batch = {**batch, "lengths": limited_lengths(batch["segment_ids"], rope)}
     return segments_of(batch)
 
 
@@ -236,7 +236,6 @@ def _compute(parts: LanguageModel, rope: RopeThreshold | None, batch: Mapping[st
 
     step, inputs, targets, loss = step_of(batch), batch["input_ids"], batch.get("labels"), None
     segments = _segments_of(batch, rope)
-    require_lengths(rope, segments.lengths)
     if targets is not None and not with_logits:
         total, _ = parts(inputs.flatten(), targets.flatten(), segments, step.causal)
         return CausalLMOutput(loss=step.mean_loss(total, len(inputs)))
