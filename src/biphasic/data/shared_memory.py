@@ -67,7 +67,7 @@ def require_shared_memory(rows: int, row_length: int, batch_rows: int, loaders: 
     Streaming keeps the order of an epoch's `rows` there, and each of this machine's `loaders` processes up to three batches
     of `batch_rows` rows of `row_length` tokens. Raises a UserError if there is less room.
     """
-    # A row's place takes 8 bytes, a token 12.
+    # A row's place takes at most 8 bytes, a token 12.
     need = 8 * rows + 12 * row_length * batch_rows * 3 * loaders
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < need:

@@ -98,7 +98,7 @@ class RowDataset(StreamingDataset):
             self._shared_barrier.lock = FileLock(self._shared_barrier.filelock_path)
         assert self.batch_size is not None and self.num_canonical_nodes is not None
         shared, world = self._share_order(epoch), self._parallel_worker_world
-        rows = np.ndarray(self.epoch_size, np.int64, shared.buf)
+        rows = np.ndarray(self.epoch_size, self._id_type, shared.buf)
         # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.
         batches = (self.epoch_size - first) // (self._parallel_rank_world.num_ranks * self.batch_size)
         own = own_rows(rows, self.num_canonical_nodes, first, world, self.batch_size, batches)
@@ -107,16 +107,20 @@ class RowDataset(StreamingDataset):
         shared.cleanup()
         return own
 
+    @property
+    def _id_type(self) -> Any:
+        return np.uint32 if self.num_samples < 2**32 else np.int64  # half the memory
+
     def _share_order(self, epoch: int) -> SharedMemory:
-        """Return the rows of an epoch in their order, int64 [rows], which one process of this node writes."""
+        """Return the rows of an epoch in their order, `_id_type` [rows], which one process of this node writes."""
         world, name = self._unique_worker_world, prefix._get_path(self._shm_prefix_int, EPOCH_DATA)
-        size = self.epoch_size * np.dtype(np.int64).itemsize
+        size = self.epoch_size * np.dtype(self._id_type).itemsize
         if not world.is_local_leader:
             self._shared_barrier(world.workers_per_node)
             return SharedMemory(name, create=False, size=size, auto_cleanup=False)
         rows = shuffled_rows(self, epoch)
         shared = SharedMemory(name, create=True, size=size, auto_cleanup=False)
-        np.ndarray(rows.shape, rows.dtype, shared.buf)[:] = rows
+        np.ndarray(rows.shape, self._id_type, shared.buf)[:] = rows
         self._shared_barrier(world.workers_per_node)
         return shared
 
