@@ -176,6 +176,38 @@ def test_position_ids_and_attention_masks_say_the_same_as_segment_ids() -> None:
     assert same(expected, train(described)[0])
 
 
+@pytest.mark.parametrize(
+    ("positions", "mask", "segments"),
+    [
+        ([2, 3, 4, 5, 6, 7], None, [1, 1, 1, 1, 1, 1]),  # RoBERTa's
+        ([7, 8, 9, 0, 1, 0], None, [1, 1, 1, 2, 2, 3]),  # a document that goes on
+        ([0, 1, 2, 2, 3, 4], None, [1, 1, 1, 2, 2, 2]),
+        ([5, 6, 7, 5, 6, 7], None, [1, 1, 1, 2, 2, 2]),
+        ([1, 1, 2, 3, 2, 3], [0, 0, 1, 1, 1, 1], [0, 0, 2, 2, 3, 3]),  # RoBERTa's, padded on the left
+        ([2, 3, 2, 3, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 2, 2, 0, 0]),
+    ],
+)
+def test_a_segment_begins_where_positions_don_t_go_on(positions: list[int], mask: Any, segments: list[int]) -> None:
+    batch = {"input_ids": torch.arange(12).view(2, 6), "position_ids": torch.tensor([positions, [*range(6)]])}
+    if mask is not None:
+        batch["attention_mask"] = torch.tensor([mask, [1] * 6])
+    assert complete(batch)["segment_ids"].tolist() == [segments, [1] * 6]
+    assert complete({**batch, "position_ids": torch.arange(6)[None] + 2})["segment_ids"].max() == 1
+
+
+def test_segments_counted_from_0_are_refused() -> None:
+    """Their first document would be padding. Padding on the left, which repeats a token, is not refused."""
+    tokens, ids = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 1]])
+    batch = {"input_ids": tokens, "segment_ids": ids}
+    for wrong in (batch, {**batch, "segment_ids": ids * 0}):
+        refuse("segment_ids: expected numbers from 1 on", lambda wrong=wrong: complete(wrong), ValueError)
+    mask = torch.ones_like(ids)
+    for usual in ({"input_ids": tokens.where(ids > 0, 3)}, {"attention_mask": mask}):
+        complete({**batch, **usual})
+    starting = {**batch, "segment_ids": ids + torch.tensor([[1], [0]])}
+    assert complete(starting)["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 3], [0, 0, 0, 0, 0, 1]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_neither_target_nor_attended_to(side: str) -> None:
     def rows(pad: int) -> list[dict[str, Tensor]]:
@@ -371,6 +403,8 @@ def test_what_can_t_be_trained_is_refused_in_one_line() -> None:
     train_with(WarmupStableDecay(lr=1e-2), scaled := torch.optim.AdamW(groups, lr=1e-3))
     assert [group["lr"] for group in scaled.param_groups] == pytest.approx([1e-3, 1e-2])
     refuse("dictionaries with `input_ids`", lambda: train([torch.ones(4)] * 8), ValueError)
+    padding = [{**row, "attention_mask": torch.zeros(LENGTH)} for row in packed_rows()]
+    refuse("the first batch of clm has none", lambda: train(padding))
     refuse("decay: expected the unit of max_duration", lambda: train_with(WarmupStableDecay("0ba", "8tok", 1e-3)))
 
 

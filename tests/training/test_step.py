@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from biphasic.data.streaming import collate
 from biphasic.durations import TrainingProgress
+from biphasic.errors import UserError
 from biphasic.objectives.batch import Batch, segment_lengths, step_of
 from biphasic.objectives.objective import CLM, MLM, Objective, Ramp, Replacement
 from biphasic.objectives.targets import Vocabulary, clm_targets, mlm_inputs_and_targets
@@ -75,7 +76,7 @@ def schedule(phases: Sequence[Objective] = PHASES) -> ObjectiveSwitch:
     return ObjectiveSwitch(phases, VOCABULARY, 9, validation=validation, byte_lengths=BYTE_LENGTHS)
 
 
-def prepare(batch: Any, objective: Objective, phase: int) -> Batch:
+def prepare(batch: Any, objective: Objective, phase: int | None) -> Batch:
     return schedule().prepare(batch, objective, phase, 0, lambda: 0.0)
 
 
@@ -190,10 +191,12 @@ def test_fewer_targets_than_ranks_are_counted_exactly(monkeypatch: pytest.Monkey
 
 
 def test_a_batch_without_targets_counts_as_one() -> None:
-    """The loss is divided by the count."""
+    """The loss is divided by the count. The first batch of a run is refused, which may be all that it ever trains."""
     batch = raw_batch()
     batch["segment_ids"].zero_()
-    assert step_of(prepare(batch, MLM(), 1)).mean_targets_per_rank == 1
+    assert step_of(prepare(batch, MLM(), None)).mean_targets_per_rank == 1
+    with pytest.raises(UserError, match=r"expected targets at positions .*; the first batch of mlm has none"):
+        prepare(batch, MLM(), 1)
 
 
 def test_microbatches_have_the_batch_s_rows_in_order() -> None:

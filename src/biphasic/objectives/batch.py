@@ -4,8 +4,8 @@ A loader's batch has
 
     input_ids      int64 [rows, length]
     segment_ids    int [rows, length]: 1 for a row's first segment, 2 for the second, …; 0 at padding. Optional: by default
-                   segments are those of `lengths`, or one begins where `position_ids` is 0, or a row is one segment;
-                   padding is where `attention_mask` is 0.
+                   segments are those of `lengths`, or one begins where `position_ids` doesn't go on by 1, or a row is one
+                   segment; padding is where `attention_mask` is 0.
     row_ids        int64 [rows], from which a row's masks are drawn. Optional: by default a hash of the row's tokens.
     lengths        a list of segment lengths for each row, optionally without the padding at its end. Optional.
     counter        a number that changes each time a row is seen again. Optional: by default that of the batch.
@@ -111,10 +111,16 @@ def complete(batch: Any, special_ids: Collection[int] = ()) -> Batch:
     if segment_ids is None and lengths is not None:
         of_rows = ((torch.tensor([*row, tokens.shape[1] - sum(row)]), [*range(1, len(row) + 1), 0]) for row in lengths)
         segment_ids = torch.stack([torch.tensor(ids).repeat_interleave(counts) for counts, ids in of_rows]).to(tokens.device)
-    if segment_ids is None and batch.get("position_ids") is not None:
-        segment_ids = (batch["position_ids"] == 0).cumsum(1)
     if segment_ids is None:
         segment_ids = torch.ones_like(tokens)
+        if (positions := batch.get("position_ids")) is not None:
+            # Not where they are 0: RoBERTa's begin at 2, and a row that is cut from a stream may go on with a document.
+            segment_ids[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+            segment_ids = segment_ids.cumsum(1)
+    elif mask is None and (segment_ids[:, :1] == 0).all() and (tokens != tokens[:, :1])[segment_ids.cumsum(1) == 0].any():
+        # Padding on the left would be one token again and again.
+        expected = "segment_ids: expected numbers from 1 on, or `attention_mask` too"
+        raise ValueError(f"{expected}; got 0, which is padding, at the text that each row begins with")
     if mask is not None:
         segment_ids, lengths = segment_ids * (mask > 0), None
     labels = batch.get("labels")

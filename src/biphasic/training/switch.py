@@ -150,6 +150,9 @@ class ObjectiveSwitch(Algorithm):
         count = (targets != IGNORE).sum()
         counts = torch.stack([count, target_bytes, count.new_full((), len(tokens))]).to(torch.float32)
         dist.all_reduce(counts, reduce_operation="SUM")
+        if phase is not None and not self._is_checked and not counts[0]:  # in the first batch alone: it waits for the device
+            got = f"the first batch of {objective.name} has none"
+            raise UserError(f"expected targets at positions that are neither padding nor special tokens; {got}")
         mean_targets, mean_bytes, mean_rows = counts.clamp(min=1.0) / dist.get_world_size()
         step = Step(objective, phase, mean_targets, mean_rows, mean_bytes / mean_targets)
         return {**rows, "input_ids": inputs, "labels": targets, "step": [step] * len(tokens)}
