@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from biphasic.model.losses import IGNORE
 from biphasic.objectives.targets import (
@@ -79,6 +81,30 @@ def test_numbers_that_are_no_shares_are_refused(numbers: dict[str, Any]) -> None
     with pytest.raises(ValueError, match="expected"):
         mlm_inputs_and_targets(*rows_of(2, 8), WORDS, seed=1, counter=0, **{"masking_ratio": 0.4, **numbers})
     mlm_inputs_and_targets(*rows_of(2, 8), WORDS, seed=1, counter=0, masking_ratio=1.0, random_share=0.9, keep_share=0.1)
+
+
+def test_a_vocabulary_whose_ids_have_gaps() -> None:
+    """Its size was the number of tokens, and the run ended at the switch."""
+    words = {"a": 4, "b": 5, "[UNK]": 2, "[MASK]": 600, "[PAD]": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")), mask_token="[MASK]", pad_token="[PAD]"
+    )
+    vocabulary = Vocabulary.of(tokenizer)
+    assert vocabulary == Vocabulary(size=601, mask_id=600, special_ids=(3, 600))
+    inputs, _ = mlm_inputs_and_targets(
+        *rows_of(20), vocabulary, seed=1, counter=0, masking_ratio=0.9, random_share=0.5, keep_share=0.1
+    )
+    assert inputs.max() < 1000 and (inputs == 600).any()
+    tokenizer.add_tokens(["c"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[X]"]})
+    largest = max(tokenizer.get_vocab().values())
+    assert Vocabulary.of(tokenizer).size == largest + 1 > len(tokenizer)
+
+
+@pytest.mark.parametrize("ids", [(1000, (1,)), (3, (0, 1000)), (-1, (0,)), (3, (-1, 3))])
+def test_ids_outside_of_the_vocabulary_are_refused(ids: tuple[int, tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"mask_id and special_ids: expected ids from 0 to size - 1 = 999; got (1000|-1)$"):
+        Vocabulary(1000, *ids)
 
 
 def test_next_target_is_predicted_one_position_before() -> None:

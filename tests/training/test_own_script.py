@@ -403,6 +403,8 @@ def test_what_can_t_be_trained_is_refused_in_one_line() -> None:
     train_with(WarmupStableDecay(lr=1e-2), scaled := torch.optim.AdamW(groups, lr=1e-3))
     assert [group["lr"] for group in scaled.param_groups] == pytest.approx([1e-3, 1e-2])
     refuse("dictionaries with `input_ids`", lambda: train([torch.ones(4)] * 8), ValueError)
+    words, network = Vocabulary(WORDS + 3, WORDS + 2, (0, WORDS + 2)), HuggingFaceModel(decoder(), tokenizer=tokenizer())
+    refuse("at least 43 rows, .*; got 40: ", lambda: Trainer(model=network, algorithms=[ObjectiveSwitch(PHASES, words, 0)]))
     padding = [{**row, "attention_mask": torch.zeros(LENGTH)} for row in packed_rows()]
     refuse("the first batch of clm has none", lambda: train(padding))
     refuse("decay: expected the unit of max_duration", lambda: train_with(WarmupStableDecay("0ba", "8tok", 1e-3)))

@@ -24,13 +24,17 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The properties of the tokenizer's vocabulary that masking needs."""
+    """The properties of the tokenizer's vocabulary that masking needs. Raises a ValueError if an id is not below `size`."""
 
     size: int
-    """Number of tokens. The embedding may have more rows."""
+    """Largest id plus one, which is more than the number of tokens if ids have gaps. The embedding may have more rows."""
     mask_id: int
     special_ids: tuple[int, ...]
     """Tokens that are never masked and never used as random replacements."""
+
+    def __post_init__(self) -> None:
+        if outside := [number for number in (self.mask_id, *self.special_ids) if not 0 <= number < self.size]:
+            raise ValueError(f"mask_id and special_ids: expected ids from 0 to size - 1 = {self.size - 1}; got {outside[0]}")
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
@@ -40,7 +44,8 @@ class Vocabulary:
                 "the tokenizer has no mask token: tokenizer.add_special_tokens({'mask_token': '<mask>'}), and then "
                 "model.resize_token_embeddings(len(tokenizer))"
             )
-        return cls(len(tokenizer), tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
+        size = max(tokenizer.get_vocab().values()) + 1
+        return cls(size, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
 
 
 def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:

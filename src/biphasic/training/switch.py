@@ -103,6 +103,10 @@ class ObjectiveSwitch(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             if isinstance(state.model, HuggingFaceModel):
+                rows, size = state.model.model.get_input_embeddings().num_embeddings, self.vocabulary.size
+                if rows < size:  # which Composer compares with the number of tokens; ids may have gaps
+                    expected = f"expected an embedding of at least {size} rows, for the tokenizer's ids"
+                    raise UserError(f"{expected}; got {rows}: model.resize_token_embeddings({size})")
                 compute_prepared_batches(state.model)
         elif event == Event.BEFORE_LOAD:
             if state.max_duration is not None:  # it may also be given to `fit`
