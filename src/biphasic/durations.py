@@ -50,12 +50,13 @@ class Duration:
             raise ValueError(f"expected a whole number of {UNITS[unit]}; got {text!r}")
         return cls(value, unit)
 
-    def resolve(self, total: Duration) -> Duration:
-        """Convert a share (`dur`) to the unit of `total`, rounded up. Other durations are returned unchanged."""
-        if self.unit != "dur":
-            return self
+    def resolve(self, total: Duration, epoch: int | None = None) -> Duration:
+        """Convert a share (`dur`) to the unit of `total`, rounded up; and epochs of `epoch` batches to batches, if given."""
+        value, unit = (self.value * total.value, total.unit) if self.unit == "dur" else (self.value, self.unit)
+        if unit == "ep" and epoch is not None:
+            value, unit = value * epoch, "ba"
         # Rounding before ceil removes floating-point errors: 0.07 * 100 is 7.000000000000001 but must give 7 batches.
-        return Duration(math.ceil(round(self.value * total.value, 6)), total.unit)
+        return Duration(math.ceil(round(value, 6)), unit)
 
     def is_whole_of(self, total: Duration) -> bool:
         """Return False for a share of epochs that is not a number of epochs, and so can't be resolved as it is."""
@@ -74,6 +75,11 @@ class Duration:
             serialization=core_schema.plain_serializer_function_ser_schema(str),
             metadata={"pydantic_js_functions": [lambda schema, handler: {"format": "length, such as `1000ba`"}]},
         )
+
+
+def epoch_batches(state: Any) -> int | None:
+    """Return the number of batches in an epoch of a Composer state's loader; None if it has no length."""
+    return None if state.dataloader_len is None else int(state.dataloader_len)
 
 
 @dataclass(frozen=True)

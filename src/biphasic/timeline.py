@@ -44,24 +44,28 @@ def phase_at(resolved_phases: Sequence[ResolvedPhase], elapsed: TrainingProgress
     return next(span for span in reversed(resolved_phases) if elapsed.reached(span.start))
 
 
-def decay_start(schedule: Any, max_duration: Duration) -> Duration:
-    """Return when the learning rate begins to fall; `max_duration` without a decay. `schedule` is as below."""
-    return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
+def decay_start(schedule: Any, max_duration: Duration, epoch: int | None = None) -> Duration:
+    """Return when the learning rate begins to fall; `max_duration` without a decay. The others are as below."""
+    end = max_duration.resolve(max_duration, epoch)
+    return Duration(end.value - schedule.decay.resolve(max_duration, epoch).value, end.unit)
 
 
-def learning_rate_factor(schedule: Any, max_duration: Duration, elapsed: TrainingProgress) -> float:
+def learning_rate_factor(
+    schedule: Any, max_duration: Duration, elapsed: TrainingProgress, epoch: int | None = None
+) -> float:
     """Return the learning rate of the batch that begins at `elapsed`, relative to the peak learning rate.
 
     It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then
-    decays to `final_lr` at the end. `schedule` has `warmup` and `decay` (durations), `decay_shape` and `final_lr`.
+    decays to `final_lr` at the end. `schedule` has `warmup` and `decay` (durations), `decay_shape` and `final_lr`. `epoch`
+    is the number of batches in an epoch: progress in epochs has no steps within one.
     """
-    warmup = schedule.warmup.resolve(max_duration)
+    warmup = schedule.warmup.resolve(max_duration, epoch)
     if not elapsed.reached(warmup):
         return elapsed.in_unit(warmup.unit) / warmup.value
-    start = decay_start(schedule, max_duration)
+    start, end = decay_start(schedule, max_duration, epoch), max_duration.resolve(max_duration, epoch)
     done = elapsed.in_unit(start.unit) - start.value
-    if done <= 0:
+    if done <= 0 or start == end:
         return 1.0
-    share = done / (max_duration.value - start.value)
+    share = min(done / (end.value - start.value), 1.0)  # a resumed run's earlier epochs may have had more batches
     shapes = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
     return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]

@@ -8,7 +8,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import Tensor, nn
 
-from biphasic.durations import Duration, TrainingProgress
+from biphasic.durations import Duration, TrainingProgress, epoch_batches
 from biphasic.errors import UserError
 from biphasic.timeline import learning_rate_factor
 
@@ -64,7 +64,7 @@ class WarmupStableDecay(Algorithm):
 
     Args:
         warmup: length of the warmup, such as `2000ba`.
-        decay: length of the decay, in the unit of `max_duration` or in `dur`.
+        decay: length of the decay, in the unit of `max_duration` or in `dur`. Epochs, and `dur` of them, become batches.
         lr: the highest rate, times `lr_scale` in parameter groups that have one.
         decay_shape: `linear`, `1-sqrt` or `cosine`.
         final_lr: rate at the end of the decay, as a share of `lr`.
@@ -99,9 +99,11 @@ class WarmupStableDecay(Algorithm):
                 message = f"parameter groups have the rates {', '.join(map(str, rates))}, which WarmupStableDecay replaces"
                 raise UserError(f"{message}: give a group 'lr_scale': 0.1 for 0.1 times the algorithm's lr")
             return
-        end = Duration.parse(str(state.max_duration))
-        if self.decay.value and self.decay.unit not in ("dur", end.unit):
+        end, epoch = Duration.parse(str(state.max_duration)), epoch_batches(state)
+        if self.decay.value and self.decay.resolve(end, epoch).unit != end.resolve(end, epoch).unit:
             raise UserError(f"decay: expected the unit of max_duration ({end}), or dur; got {self.decay}")
-        rate = self.lr * learning_rate_factor(self, end, TrainingProgress.of(state.timestamp))
+        if self.warmup.value and self.warmup.resolve(end, epoch).unit == "ep":
+            raise UserError(f"warmup: expected ba, sp or tok with a loader whose length isn't known; got {self.warmup}")
+        rate = self.lr * learning_rate_factor(self, end, TrainingProgress.of(state.timestamp), epoch)
         for group in groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
