@@ -29,11 +29,15 @@ class ResolvedPhase:
         return (elapsed.in_unit(self.end.unit) - self.start.value) / (self.end.value - self.start.value)
 
 
-def resolve_phases(phases: Sequence[Any], max_duration: Duration) -> list[ResolvedPhase]:
-    """Return the interval of each phase, which ends at its `until`. Shares are converted to the unit of `max_duration`."""
+def resolve_phases(phases: Sequence[Any], max_duration: Duration, epoch: int | None = None) -> list[ResolvedPhase]:
+    """Return the interval of each phase, which ends at its `until`. Shares are converted to the unit of `max_duration`.
+
+    A share that is not a whole number of epochs is converted to batches, with `epoch`, their number in an epoch.
+    """
     spans, start = [], START
     for index, phase in enumerate(phases):
-        end = max_duration if phase.until is None else Duration.parse(phase.until).resolve(max_duration)
+        until = max_duration if phase.until is None else Duration.parse(phase.until)
+        end = until.resolve(max_duration, None if until.is_whole_of(max_duration) else epoch)
         spans.append(ResolvedPhase(index, phase, start, end))
         start = end
     return spans

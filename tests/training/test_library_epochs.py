@@ -1,17 +1,19 @@
 """Composer scripts in epochs, and switches in another unit than the run: where rates fall and objectives change."""
 
+import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from composer import Trainer
+from composer import Evaluator, Trainer
 from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from biphasic import CLM, ObjectiveSwitch, WarmupStableDecay
+from biphasic import CLM, MLM, ObjectiveSwitch, WarmupStableDecay
 from biphasic.errors import UserError
 from training.test_own_script import decoder, packed_rows, tokenizer
 
@@ -80,3 +82,51 @@ def test_times_that_can_t_be_converted_are_refused() -> None:
             train("2ba", WarmupStableDecay(**schedule), rows=Unsized())
     with pytest.raises(UserError, match="decay: expected the unit of max_duration"):
         train("2ep", WarmupStableDecay(decay="8sp"))
+
+
+def switch(*until: str) -> ObjectiveSwitch:
+    """CLM and MLM in turn."""
+    phases = [(MLM if index % 2 else CLM)(until=each) for index, each in enumerate(until)]
+    return ObjectiveSwitch([*phases, CLM() if len(until) % 2 == 0 else MLM()], tokenizer(), 0)
+
+
+@pytest.mark.parametrize(
+    ("duration", "until", "first"),
+    [
+        ("3ep", ["0.5dur"], [6]), ("1ep", ["0.5dur"], [2]), ("1ep", ["0.3dur"], [2]), ("2ep", ["0.5dur"], [4]),
+        ("2ep", ["1ep"], [4]), ("2ep", ["3ba"], [3]), ("2ep", ["0.25dur", "1ep"], [2, 4]), ("8ba", ["1ep"], [4]),
+    ],
+)  # fmt: skip
+def test_a_switch_may_be_within_an_epoch(duration: str, until: list[str], first: list[int]) -> None:
+    for late in (False, True):
+        seen = train(duration, switch(*until), late=late).objectives
+        changes = [batch for batch, (a, b) in enumerate(pairwise(seen), 1) if a != b]
+        assert changes == first
+
+
+def test_validation_s_loader_doesn_t_move_the_switch() -> None:
+    evaluator = Evaluator(label="other", dataloader=DataLoader(packed_rows(8), batch_size=1), metric_names=[])
+    seen = train("3ep", switch("0.5dur"), eval_dataloader=evaluator, eval_interval="1ba", eval_subset_num_batches=1)
+    assert seen.objectives == ["clm"] * 6 + ["mlm"] * 6
+
+
+@pytest.mark.parametrize(
+    ("duration", "until"), [("2ep", ["100ba"]), ("2ep", ["8ba"]), ("4ba", ["1ep"]), ("2ep", ["5ba", "1ep"])]
+)
+def test_a_phase_that_would_never_begin_is_refused(duration: str, until: list[str]) -> None:
+    for late in (False, True):
+        with pytest.raises(UserError, match=r"phases: phase 1 begins at \d+(ba|ep) and ends at "):
+            train(duration, switch(*until), late=late)
+
+
+def test_a_phase_that_has_not_begun_is_named_at_the_end() -> None:
+    """Batches and tokens can't be compared before."""
+    for duration, until in (("2ba", "100000tok"), ("2ep", "100000tok"), ("16sp", "2ba")):
+        with pytest.warns(
+            UserWarning, match=f"phase 1 has not begun: phase 0 lasts until {until}, and the run was {duration}"
+        ):
+            train(duration, switch(until))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train("2ba", switch("1sp"))
+    assert not [each for each in caught if "has not begun" in str(each.message)]

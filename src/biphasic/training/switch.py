@@ -1,5 +1,6 @@
 """The switch of objectives: which objective a batch has, its inputs and targets, and their number on all ranks."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from biphasic.data.seeds import derive_seed
-from biphasic.durations import Duration, TrainingProgress
+from biphasic.durations import Duration, TrainingProgress, epoch_batches
 from biphasic.errors import UserError
 from biphasic.model.architecture import RopeThreshold, rope_threshold
 from biphasic.model.forward import packed_forward
@@ -72,7 +73,9 @@ class ObjectiveSwitch(Algorithm):
         self.byte_lengths = None if byte_lengths is None else torch.tensor([*byte_lengths, 0])  # the last for `IGNORE`
         self.last_batch = TrainingProgress(0, 0, 0, 0)
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
-        self._spans: tuple[Duration, list[ResolvedPhase]] | None = None
+        self._spans: tuple[tuple[Duration, int | None], list[ResolvedPhase]] | None = None
+        self._epoch: int | None = None
+        """Number of batches in an epoch of the training data, if known."""
         self._expected: Tensor | None = None
         """Loss of the first batch after a start, summed over its microbatches."""
         self._is_checked = False
@@ -82,25 +85,29 @@ class ObjectiveSwitch(Algorithm):
 
         Raises a UserError if the phases don't fit its `max_duration`, or one with a ramp is not in one unit.
         """
-        end = Duration.parse(str(state.max_duration))
-        if self._spans is None or self._spans[0] != end:
-            spans = resolve_phases(self.phases, end)
+        end, epoch = Duration.parse(str(state.max_duration)), self._epoch
+        if self._spans is None or self._spans[0] != (end, epoch):
+            spans = resolve_phases(self.phases, end, epoch)
             for each in spans:
-                if each.start.unit == each.end.unit and each.start.value >= each.end.value:
+                start, stop = each.start.resolve(end, epoch), each.end.resolve(end, epoch)
+                is_known = end.unit != "ep" or epoch is not None  # `fit` may give the loader
+                if is_known and start.unit == stop.unit and start.value >= stop.value:
                     raise UserError(f"phases: phase {each.index} begins at {each.start} and ends at {each.end} of {end}")
                 ramps = each.phase.predicted_share(0.0) != each.phase.predicted_share(1.0)
                 if ramps and (each.end.unit == "ep" or (each.start.value and each.start.unit != each.end.unit)):
                     expected = "a ramp needs its phase's start and end in the same unit, in ba, sp or tok"
                     raise UserError(f"phases: phase {each.index}: {expected}; got {each.start} to {each.end} of {end}")
-            self._spans = end, spans
+            self._spans = (end, epoch), spans
         return phase_at(self._spans[1], time)
 
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.AFTER_LOSS, Event.BATCH_END):
             return not self._is_checked
-        return event in (Event.INIT, Event.BEFORE_LOAD, Event.BATCH_START, Event.EVAL_BATCH_START)
+        return event in (Event.INIT, Event.BEFORE_LOAD, Event.BATCH_START, Event.EVAL_BATCH_START, Event.FIT_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.BEFORE_LOAD, Event.BATCH_START):  # in validation, the loader is another
+            self._epoch = epoch_batches(state)
         if event == Event.INIT:
             if isinstance(state.model, HuggingFaceModel):
                 rows, size = state.model.model.get_input_embeddings().num_embeddings, self.vocabulary.size
@@ -113,6 +120,12 @@ class ObjectiveSwitch(Algorithm):
                 self.span(state, self.last_batch)
         elif event in (Event.AFTER_LOSS, Event.BATCH_END):
             self._check_loss(event, state)
+        elif event == Event.FIT_END:
+            # Durations in different units can't be compared before.
+            index, length = self.span(state, self.last_batch).index, state.max_duration
+            if state.get_elapsed_duration() >= 1 and index < len(self.phases) - 1:  # pyright: ignore[reportOptionalOperand]
+                problem = f"phases: phase {index + 1} has not begun: phase {index} lasts until {self.phases[index].until}"
+                warnings.warn(f"{problem}, and the run was {length}", stacklevel=2)
         elif event == Event.EVAL_BATCH_START:
             span = self.span(state, self.last_batch)
             self._on_phase(span.index)
