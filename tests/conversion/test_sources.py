@@ -73,6 +73,68 @@ def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> No
     assert read(f"{tmp_path}/*.parquet") == expected[1:2]
 
 
+HIDDEN = {
+    "a.jsonl": RECORDS[0],
+    ".texts/a.jsonl": RECORDS[5],
+    ".b.jsonl": RECORDS[1],
+    ".ipynb_checkpoints/a-checkpoint.jsonl": RECORDS[2],
+    "more/.Trash-0/files/c.jsonl": RECORDS[3],
+    "more/d.jsonl": RECORDS[4],
+}
+
+
+def write_files(folder: Path, files: dict[str, Any]) -> Path:
+    for name, record in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, [record])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "found", "unread"),
+    [
+        ("", ["a.jsonl", "more/d.jsonl"], 4),
+        ("**/*.jsonl", ["a.jsonl", "more/d.jsonl"], 4),
+        ("*.jsonl", ["a.jsonl"], 1),
+        ("**/[.a]*.jsonl", ["a.jsonl"], 3),
+        (".b.jsonl", [".b.jsonl"], 0),
+        (".*.jsonl", [".b.jsonl"], 0),
+        (".ipynb_checkpoints", [".ipynb_checkpoints/a-checkpoint.jsonl"], 0),
+        ("**/.[!bt]*/**/*.jsonl", [".ipynb_checkpoints/a-checkpoint.jsonl", "more/.Trash-0/files/c.jsonl"], 0),
+        ("more/.Trash-*/files/*", ["more/.Trash-0/files/c.jsonl"], 0),
+    ],
+)
+def test_hidden_files_are_counted_and_read_only_if_the_path_names_them(
+    path: str, found: list[str], unread: int, tmp_path: Path
+) -> None:
+    folder = write_files(tmp_path / ".texts", HIDDEN)
+    files = find_files(source(folder / path))
+    assert [Path(file.path).relative_to(folder).as_posix() for file in files.files] == found
+    assert files.unread == ({"hidden": unread} if unread else {})
+
+
+def test_what_is_in_a_hidden_folder_does_not_affect_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link there may lead to a folder that is read, and another user's folder can't be listed."""
+    folder = write_files(tmp_path, HIDDEN)
+    (folder / ".latest").symlink_to(folder / "more")
+    (folder / ".ipynb_checkpoints" / "link").symlink_to(folder / "more")
+    assert read(folder) == documents([RECORDS[0], RECORDS[4]])
+    with pytest.raises(UserError, match=r"there is no such file.*, except hidden ones, which the path has to name"):
+        read(folder / "[.]b.jsonl")
+    both = find_files(source(folder, folder / ".b.jsonl"))
+    assert [Path(file.path).name for file in both.files] == [".b.jsonl", "a.jsonl", "d.jsonl"]
+    assert both.unread == {"hidden": 5}
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith(".Trash-0"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert find_files(source(folder, folder / ".b.jsonl")).unread == {"hidden": 2}
+
+
 def test_a_path_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:
     folder = tmp_path / "my data [2024]" / "part"
     folder.mkdir(parents=True)

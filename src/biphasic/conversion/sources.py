@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -32,7 +33,7 @@ from biphasic.conversion.source_files import (
 from biphasic.data.packing import document_number, validation_end
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to, mapped_ahead
-from biphasic.storage import StoredFile, glob_pattern, is_remote, open_store, user_errors
+from biphasic.storage import StoredFile, glob_pattern, is_hidden, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _THREADS = 16
@@ -71,25 +72,27 @@ def find_files(source: FilesSource) -> Sources:
     """
     suffixes = f".{', .'.join(KINDS)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
     files: dict[str, SourceFile] = {}
-    unread = set[str]()
+    unread: dict[str, str] = {}
     for path in source.paths:
         with user_errors(f"source {path}: can't be read", ValueError):  # of a pattern such as `a**`
             matches = _files_at(path.rstrip("/"))
         if list(matches) == [path.rstrip("/")] and not is_readable(path):
             raise UserError(f"source {path}: expected a file that ends in {suffixes}")
+        hidden = {name for name in matches if is_hidden(name, path)}
         usable = {
             name: SourceFile(name, file.bytes, file.version)
             for name, file in matches.items()
-            if is_readable(name) and not posixpath.basename(name).startswith(".")
+            if is_readable(name) and name not in hidden
         }
         if not usable:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
-            raise UserError(f"source {path}: {message}")
+            hint = ", except hidden ones, which the path has to name" if hidden else ""
+            raise UserError(f"source {path}: {message}{hint}")
         for name in usable:
             if (shown := _printable(name)) != name:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
-        unread |= matches.keys() - usable
+        unread |= {name: "hidden" if name in hidden else _suffix(name) for name in matches.keys() - usable}
     real = cache(os.path.realpath)
 
     # A file may be found by several paths: through links, or as `texts/a.txt` and `./texts/a.txt`.
@@ -99,14 +102,14 @@ def find_files(source: FilesSource) -> Sources:
 
     by_place = {place(name): file for name, file in sorted(files.items(), reverse=True)}
     by_path = sorted(by_place.values(), key=lambda file: file.path)
-    return Sources(by_path, None, dict(Counter(map(_suffix, sorted(unread)))))
+    return Sources(by_path, None, dict(Counter(kind for name, kind in sorted(unread.items()) if name not in files)))
 
 
 def _suffix(path: str) -> str:
-    """Return what a file is counted by: its suffix with a compression's, `no suffix`, or `hidden`."""
+    """Return what a file is counted by: its suffix with a compression's, or `no suffix`."""
     name = PurePosixPath(path)
     inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else ""
-    return "hidden" if name.name.startswith(".") else _printable(inner + name.suffix) or "no suffix"
+    return _printable(inner + name.suffix) or "no suffix"
 
 
 def _printable(name: str) -> str:
@@ -130,7 +133,7 @@ def _files_at(path: str) -> dict[str, StoredFile]:
     if is_remote(path):
         names = open_store(folder).list()
     else:
-        names = _local_files(folder, pattern.removeprefix(folder).strip("/").split("/") if is_pattern else ["**", "*"])
+        names = _local_files(folder, pattern.removeprefix(folder).strip("/") if is_pattern else "**/*")
     files = {posixpath.join(folder, name): file for name, file in names.items()}
     if is_pattern:
         below = {name: file for name, file in files.items() if f"{name}/".startswith(f"{path}/")}
@@ -142,23 +145,29 @@ def _files_at(path: str) -> dict[str, StoredFile]:
     return files
 
 
-def _local_files(folder: str, pattern: list[str]) -> dict[str, StoredFile]:
-    """Return the files below a folder, except in hidden folders and in those that a pattern, split at `/`, can't match.
+def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
+    """Return the files below a folder, except in folders that a pattern can't match.
 
-    Links are followed. They may form cycles, so each folder is read once. Raises a UserError if a folder can't be read.
+    Links are followed. They may form cycles, so each folder is read once. Raises a UserError if a folder can't be read, but
+    not of a hidden one.
     """
-    files, visited, root = {}, set[str](), folder or "."
+    files, visited, root, parts = {}, set[str](), folder or ".", pattern.split("/")
     for place, folders, names in os.walk(root, onerror=_unreadable, followlinks=True) if Path(root).is_dir() else ():
         below = [] if place == root else posixpath.relpath(place, root).split("/")
         if (real := os.path.realpath(place)) in visited:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if "**" not in pattern[: len(below) + 1]:
-            expected = pattern[len(below)] if len(below) + 1 < len(pattern) else ""
+        folders.sort()
+        if "**" not in parts[: len(below) + 1]:
+            expected = parts[len(below)] if len(below) + 1 < len(parts) else ""
             folders[:] = [name for name in folders if fnmatchcase(name, expected)]
-        store = open_store(place)
+        store, hidden = open_store(place), [name for name in folders if is_hidden(name, pattern)]
+        # Their files are only counted: a link in them must not claim a folder that is read by another path.
+        folders[:] = [name for name in folders if name not in hidden]
+        for name in hidden:
+            with suppress(OSError):  # such as another user's `.Trash-0`
+                files |= {"/".join([*below, each]): file for each, file in store.list(name).items()}
         for name in names:
             if (file := store.stat(name)) is not None:
                 files["/".join([*below, name])] = file

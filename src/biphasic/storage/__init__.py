@@ -20,6 +20,7 @@ from biphasic.storage.files import (
     glob_pattern,
     is_folder,
     is_free,
+    is_hidden,
     is_inside,
     is_remote,
     json_bytes,
@@ -29,8 +30,9 @@ from biphasic.storage.files import (
 
 __all__ = [
     "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path",
-    "cached_file_hash", "file_hash", "filesystem", "glob_pattern", "is_folder", "is_free", "is_inside",
-    "is_remote", "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors",
+    "cached_file_hash", "file_hash", "filesystem", "glob_pattern", "is_folder", "is_free", "is_hidden",
+    "is_inside", "is_remote", "is_unreachable", "join", "json_bytes", "open_store", "parquet_bytes", "user_error",
+    "user_errors",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def glob_pattern(path: str) -> str:
     ends = (end for end in range(len(parts), 0, -1) if os.path.exists("/".join(parts[:end])))
     existing = "/".join(parts[: next(ends, 0)])
     return glob.escape(existing) + path.removeprefix(existing)
+
+
+def is_hidden(name: str, pattern: str) -> bool:
+    """Return whether the path or pattern that found a file leaves it out: a part of the rest begins with `.`.
+
+    A pattern reads such a file if its own part begins with the same character: `.a*` reads `.ab`, and `*` doesn't.
+    """
+    parts, named = name.split("/"), pattern.split("/")
+    while parts and named and parts[0] == named[0]:
+        del parts[0], named[0]
+    return any(
+        part.startswith(".") and not any(part[0] == each[:1] and fnmatchcase(part, each) for each in named) for part in parts
+    )
 
 
 def is_inside(name: str) -> bool:
