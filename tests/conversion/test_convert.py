@@ -262,11 +262,12 @@ def test_files_that_are_not_read_are_counted_by_suffix(
 ) -> None:
     folder = tmp_path / "text"
     (folder / "more").mkdir(parents=True)
-    for name in ("a.html", "b.pdf", "more/c.html", "d.tar.gz", "_SUCCESS", ".hidden.txt"):
+    (folder / "_temporary").mkdir()
+    for name in ("a.html", "b.pdf", "more/c.html", "d.tar.gz", "LICENSE", "_SUCCESS", ".hidden.txt", "_temporary/a.md"):
         (folder / name).write_text("x")
     for record in sentences(9):
         (folder / "more" / f"{record['id']}.md").write_text(record["text"])
-    expected = "6 files (2 .html, 1 hidden, 1 no suffix, 1 .pdf, 1 .tar.gz)"
+    expected = "8 files (3 hidden, 2 .html, 1 no suffix, 1 .pdf, 1 .tar.gz)"
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(folder)))
     assert main(["convert", str(path), "--plan"]) == 0
@@ -277,7 +278,7 @@ def test_files_that_are_not_read_are_counted_by_suffix(
     assert printed.count(f"not read: {expected}\n") == 2  # before and after it
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["documents"]["read"] == 9
-    assert record["source"]["unread"] == {"hidden": 1, "no suffix": 1, ".html": 2, ".pdf": 1, ".tar.gz": 1}
+    assert record["source"]["unread"] == {"hidden": 3, "no suffix": 1, ".html": 2, ".pdf": 1, ".tar.gz": 1}
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert f"not read: {expected}" in capsys.readouterr().out
 

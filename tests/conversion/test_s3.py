@@ -99,18 +99,19 @@ def test_patterns_in_a_bucket(url: str) -> None:
 
 
 def test_a_bucket_and_a_folder_have_the_same_hidden_files(bucket: Path) -> None:
-    """What notebooks and desktops keep beside the text was converted again from a bucket."""
-    hidden = (".ipynb_checkpoints/a-checkpoint.jsonl", ".Trash-0/files/old.jsonl", "more/.b.jsonl")
+    """What notebooks, desktops and Spark keep beside the text was converted again from a bucket."""
+    hidden = (".ipynb_checkpoints/a-checkpoint.jsonl", ".Trash-0/files/old.jsonl", "more/.b.jsonl", "_temporary/0/a.jsonl")
     for name in ("kept/a.jsonl", "kept/more/b.jsonl", *(f"kept/{name}" for name in hidden)):
         put(bucket, name, jsonl(sentences(9)))
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(jsonl(sentences(9)))
-    for pattern in ("kept/", "kept/**/*.jsonl", "kept/**/.*/**/*.jsonl", "kept/.Trash-0", "kept/more/.b.jsonl", "k*/mo*/*"):
+    named = ("kept/**/.*/**/*.jsonl", "kept/.Trash-0", "kept/more/.b.jsonl", "k*/_t*/**/*.jsonl", "kept/_temporary/")
+    for pattern in ("kept/", "kept/**/*.jsonl", "k*/mo*/*", *named):
         local, stored = (find_files(FilesSource(kind="files", paths=[f"{root}{pattern}"]))
                          for root in ("", f"s3://{bucket.name}/"))  # fmt: skip
         assert [file.path.removeprefix(f"s3://{bucket.name}/") for file in stored.files] == [f.path for f in local.files]
         assert stored.unread == local.unread, pattern
-    assert find_files(FilesSource(kind="files", paths=[f"s3://{bucket.name}/kept"])).unread == {"hidden": 3}
+    assert find_files(FilesSource(kind="files", paths=[f"s3://{bucket.name}/kept"])).unread == {"hidden": 4}
 
 
 def test_each_small_file_of_a_bucket_is_one_request(bucket: Path, config_for: Make, monkeypatch: Patch) -> None:

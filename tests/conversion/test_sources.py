@@ -80,7 +80,12 @@ HIDDEN = {
     ".ipynb_checkpoints/a-checkpoint.jsonl": RECORDS[2],
     "more/.Trash-0/files/c.jsonl": RECORDS[3],
     "more/d.jsonl": RECORDS[4],
+    "_temporary/0/part.jsonl": RECORDS[6],
+    "more/_change_data/cdc.jsonl": RECORDS[7],
+    "_date=2024-01-01/e.jsonl": RECORDS[8],
+    "_part1.jsonl": RECORDS[9],
 }
+PARTITION = "_date=2024-01-01/e.jsonl"
 
 
 def write_files(folder: Path, files: dict[str, Any]) -> Path:
@@ -93,14 +98,19 @@ def write_files(folder: Path, files: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("path", "found", "unread"),
     [
-        ("", ["a.jsonl", "more/d.jsonl"], 4),
-        ("**/*.jsonl", ["a.jsonl", "more/d.jsonl"], 4),
-        ("*.jsonl", ["a.jsonl"], 1),
+        ("", [PARTITION, "a.jsonl", "more/d.jsonl"], 7),
+        ("**/*.jsonl", [PARTITION, "a.jsonl", "more/d.jsonl"], 7),
+        ("*.jsonl", ["a.jsonl"], 2),
         ("**/[.a]*.jsonl", ["a.jsonl"], 3),
         (".b.jsonl", [".b.jsonl"], 0),
         (".*.jsonl", [".b.jsonl"], 0),
         (".ipynb_checkpoints", [".ipynb_checkpoints/a-checkpoint.jsonl"], 0),
         ("**/.[!bt]*/**/*.jsonl", [".ipynb_checkpoints/a-checkpoint.jsonl", "more/.Trash-0/files/c.jsonl"], 0),
+        ("_part1.jsonl", ["_part1.jsonl"], 0),
+        ("_part[0-9].jsonl", ["_part1.jsonl"], 0),
+        ("_temporary", ["_temporary/0/part.jsonl"], 0),
+        ("_temporary/**/*.jsonl", ["_temporary/0/part.jsonl"], 0),
+        ("*/_change*/*", ["more/_change_data/cdc.jsonl"], 0),
         ("more/.Trash-*/files/*", ["more/.Trash-0/files/c.jsonl"], 0),
     ],
 )
@@ -118,12 +128,12 @@ def test_what_is_in_a_hidden_folder_does_not_affect_the_rest(tmp_path: Path, mon
     folder = write_files(tmp_path, HIDDEN)
     (folder / ".latest").symlink_to(folder / "more")
     (folder / ".ipynb_checkpoints" / "link").symlink_to(folder / "more")
-    assert read(folder) == documents([RECORDS[0], RECORDS[4]])
-    with pytest.raises(UserError, match=r"there is no such file.*, except hidden ones, which the path has to name"):
+    assert read(folder) == documents([RECORDS[8], RECORDS[0], RECORDS[4]])
+    with pytest.raises(UserError, match=r"no such file.*, except hidden ones \(. or _\), which the path has to name"):
         read(folder / "[.]b.jsonl")
     both = find_files(source(folder, folder / ".b.jsonl"))
-    assert [Path(file.path).name for file in both.files] == [".b.jsonl", "a.jsonl", "d.jsonl"]
-    assert both.unread == {"hidden": 5}
+    assert [Path(file.path).name for file in both.files] == [".b.jsonl", "e.jsonl", "a.jsonl", "d.jsonl"]
+    assert both.unread == {"hidden": 9}
     scan = os.scandir
 
     def refuse(path: Any) -> Any:
@@ -132,7 +142,7 @@ def test_what_is_in_a_hidden_folder_does_not_affect_the_rest(tmp_path: Path, mon
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert find_files(source(folder, folder / ".b.jsonl")).unread == {"hidden": 2}
+    assert find_files(source(folder, folder / ".b.jsonl")).unread == {"hidden": 5}
 
 
 def test_a_path_with_brackets_that_exists_is_no_pattern(tmp_path: Path) -> None:

@@ -53,6 +53,21 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     }
 
 
+def test_hidden_files_are_read_only_if_the_pattern_names_them(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "_b.jsonl", "_temporary/0/a.jsonl", ".c.jsonl", "_date=2024/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / name, [{"name": name}])
+
+    def names(*patterns: str) -> list[str]:
+        files = [str(tmp_path / pattern) for pattern in patterns]
+        return [row["name"] for row in open_table(DatasetConfig(files={"all": files}), "all", ["name"]).rows]
+
+    assert names("**/*.jsonl") == ["_date=2024/d.jsonl", "a.jsonl"]
+    assert names("_*.jsonl", ".c.jsonl", "_temporary/**/*.jsonl") == ["_b.jsonl", ".c.jsonl", "_temporary/0/a.jsonl"]
+    with pytest.raises(UserError, match=r"there is no such file, or only hidden ones \(. or _\)"):
+        names("*b.jsonl")
+
+
 def test_answers_can_be_texts(tmp_path: Path) -> None:
     """ReCoRD from upstream."""
     row = {"passage": "Ann met Bob. Ann left.", "query": "@placeholder left", "answers": ["Ann", "Ann"]}

@@ -92,7 +92,8 @@ def several_files(folder: Path) -> None:
         parquet(folder / "corpus" / f"corpus-{number:05d}.parquet", [row])
     for number, row in enumerate(QUERIES):
         jsonl(folder / "queries" / f"{number}.jsonl", [row])
-    (folder / "corpus" / "README.md").write_text("not data")
+    for name in ("README.md", "_part.jsonl", "._corpus-00000.parquet"):
+        (folder / "corpus" / name).write_text("not data")
     jsonl(folder / "qrels" / "test.jsonl", QRELS)
 
 

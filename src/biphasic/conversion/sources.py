@@ -86,7 +86,7 @@ def find_files(source: FilesSource) -> Sources:
         }
         if not usable:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
-            hint = ", except hidden ones, which the path has to name" if hidden else ""
+            hint = ", except hidden ones (. or _), which the path has to name" if hidden else ""
             raise UserError(f"source {path}: {message}{hint}")
         for name in usable:
             if (shown := _printable(name)) != name:

@@ -24,7 +24,7 @@ from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.formats import COLUMN_FILES, column_rows, json_rows, open_text, table_rows
 from biphasic.errors import UserError, first_line
 from biphasic.grouping import groups_up_to
-from biphasic.storage import glob_pattern, user_error
+from biphasic.storage import glob_pattern, is_hidden, user_error
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -334,11 +334,12 @@ def _cache_folder(folder: Path) -> str:
 
 def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     by_place: dict[str, str] = {}
-    for pattern in patterns:
-        for file in sorted(glob.glob(glob_pattern(os.path.expanduser(pattern)), recursive=True)):
-            by_place.setdefault(os.path.realpath(file), file)
+    for pattern in map(os.path.expanduser, patterns):
+        for file in sorted(glob.glob(glob_pattern(pattern), recursive=True)):
+            if not is_hidden(file, pattern):
+                by_place.setdefault(os.path.realpath(file), file)
     if not (files := list(by_place.values())):
-        raise UserError(f"{', '.join(patterns)}: there is no such file")
+        raise UserError(f"{', '.join(patterns)}: there is no such file, or only hidden ones (. or _)")
     if empty := [file for file in files if not os.path.getsize(file)]:
         raise UserError(f"{empty[0]}: is empty (0 bytes)")
     builder, *others = {_BUILDERS.get(_suffix(file)) for file in files}

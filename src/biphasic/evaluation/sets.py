@@ -19,7 +19,7 @@ from biphasic.downstream.tables import InvalidRow, open_table
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels
-from biphasic.storage import user_errors
+from biphasic.storage import is_hidden, user_errors
 
 JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
@@ -169,7 +169,8 @@ def _read_table(folder: Path, name: str) -> pa.Table:
 
 def _files(folder: Path, name: str) -> list[Path]:
     files = [file for suffix in _FORMATS if (file := folder / f"{name}{suffix}").is_file()]
-    files = files or sorted(file for file in (folder / name).glob("*") if file.suffix in _FORMATS)
+    others = (file for file in (folder / name).glob("*") if file.suffix in _FORMATS and not is_hidden(file.name, "*"))
+    files = files or sorted(others)
     if not files:
         expected = ", ".join(f"{name}{suffix}" for suffix in _FORMATS)
         raise UserError(f"retrieval set {folder}: has no {name} ({expected}, or a folder {name} of such files)")

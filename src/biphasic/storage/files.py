@@ -24,6 +24,8 @@ PASSWORD = re.compile(r"(?<![A-Za-z0-9+.-])(?:oci://[^/\s@]*:|(?!oci://)[A-Za-z0
 """A URL with a user or a password, such as `s3://key:secret@bucket`. `oci://bucket@namespace/…` has neither."""
 UNFINISHED_PREFIX = ".unfinished-"
 """Name prefix of files and folders that are still being written. `list` leaves them out."""
+_HIDDEN = re.compile(r"\.|_[^=]*$")
+"""Names such as `.git` and Spark's `_temporary`, but not a partition's `_date=2024`."""
 LOCK_FILE = f"{UNFINISHED_PREFIX}lock"
 """Name of a lock file in a store's folder. It is never listed or removed."""
 
@@ -64,16 +66,15 @@ def glob_pattern(path: str) -> str:
 
 
 def is_hidden(name: str, pattern: str) -> bool:
-    """Return whether the path or pattern that found a file leaves it out: a part of the rest begins with `.`.
+    """Return whether the path or pattern that found a file leaves it out: a part of the rest begins with `.` or `_`.
 
-    A pattern reads such a file if its own part begins with the same character: `.a*` reads `.ab`, and `*` doesn't.
+    A pattern reads such a file if its own part begins with the same character: `_a*` reads `_ab`, and `*` doesn't.
     """
     parts, named = name.split("/"), pattern.split("/")
     while parts and named and parts[0] == named[0]:
         del parts[0], named[0]
-    return any(
-        part.startswith(".") and not any(part[0] == each[:1] and fnmatchcase(part, each) for each in named) for part in parts
-    )
+    hidden = filter(_HIDDEN.match, parts)
+    return any(not any(part[0] == each[:1] and fnmatchcase(part, each) for each in named) for part in hidden)
 
 
 def is_inside(name: str) -> bool:
