@@ -157,6 +157,10 @@ def change(folder: Path, weights: dict[str, torch.Tensor | None], **config: Any)
     stored = load_file(folder / "model.safetensors") | weights
     kept = {name: weight for name, weight in stored.items() if weight is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, **config)
+
+
+def change_config(folder: Path, **config: Any) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | config))
 
@@ -216,6 +220,42 @@ def test_files_that_the_configuration_doesn_t_describe_are_refused(
     with pytest.raises(UserError, match=problem) as caught:
         load_language_model(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32])
+def test_quantized_weights_without_their_configuration_are_refused(
+    dtype: torch.dtype, write_yaml: Write, tmp_path: Path
+) -> None:
+    """Their numbers were taken for the weights, as many remove quantization_config to load a model without its package."""
+    model = saved_decoder("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    config = config_of(write_yaml(model={"init_from": str(tmp_path / "model")}))
+    assert plan(config, 1).problems == []
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"][name]
+    weights = load_file(tmp_path / "model" / file)
+    scale = {f"{name}_scale": torch.ones(1)} if dtype.is_floating_point else {}
+    save_file(weights | {name: weights[name].to(dtype), **scale}, tmp_path / "model" / file, metadata={"format": "pt"})
+    problem = rf"{name} in {file} has type [IF]\d+(_E4M3)?, and config.json has no quantization_config: expected weights"
+    with pytest.raises(UserError, match=rf"^model {tmp_path}/model: can't be loaded \({problem}"):
+        load_language_model(str(tmp_path / "model"))
+    [planned] = plan(config, 1).problems
+    assert re.match(rf"model\.init_from: {tmp_path}/model: {problem}", planned)
+    change_config(tmp_path / "model", quantization_config={"quant_method": "of a package"})
+    assert plan(config, 1).problems == []
+
+
+def test_a_quantized_encoder_is_refused_and_integer_buffers_are_not(tmp_path: Path) -> None:
+    """Encoders of families of their own are read less strictly."""
+    saved_decoder("bert", tmp_path)
+    write_tokenizer(tmp_path)
+    change(tmp_path, {"bert.embeddings.position_ids": torch.arange(16)[None]})
+    load_encoder(str(tmp_path))
+    name = "bert.encoder.layer.0.output.dense.weight"
+    change(tmp_path, {name: load_file(tmp_path / "model.safetensors")[name].to(torch.int8)})
+    with pytest.raises(UserError, match=rf"{name} in model.safetensors has type I8, and .* dequantize the model first"):
+        load_encoder(str(tmp_path))
 
 
 def test_an_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from biphasic.config.phase_inputs import phase_key
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import StreamRecord
 from biphasic.durations import BatchShape, Duration
-from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, rows_problem, scaled_rope, shard_ranks
+from biphasic.model.architecture import (
+    RANKS_OF_A_MACHINE,
+    Architecture,
+    quantized_problem,
+    rows_problem,
+    scaled_rope,
+    shard_ranks,
+)
 from biphasic.timeline import decay_start, resolve_phases
 
 
@@ -68,7 +75,8 @@ def plan(
     records: Mapping[str, StreamRecord] = MappingProxyType({}),
     start: StartPlan | None = None,
 ) -> JobPlan:
-    """Compute the plan of a pretraining run. Reads only `config.json`, if `model.init_from` is a local folder.
+    """Compute the plan of a pretraining run. Of a local folder that `model.init_from` names, reads only `config.json` and
+    the headers of the weights.
 
     Token counts include padding, up to 1% of the positions with `documents` packing. If durations are in tokens, the
     run therefore takes up to 1% more batches than shown. Values that depend on data are None. `records` are the known
@@ -86,6 +94,8 @@ def plan(
             run_plan.problems.append(f"{above}model.rope_theta: {problem}")
     if content.get("per_layer_config"):
         problem = "its layers have different sizes (per_layer_config), which isn't supported"
+        run_plan.problems.append(f"model.init_from: {config.model.init_from}: {problem}")
+    if content and (problem := quantized_problem(Path(str(config.model.init_from)), content)) is not None:
         run_plan.problems.append(f"model.init_from: {config.model.init_from}: {problem}")
     architecture = architecture_of(config.model) or _architecture(content)
     if architecture is not None and config.model.new_vocabulary is not None:

@@ -8,9 +8,9 @@ from torch import nn
 
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
-from biphasic.model.architecture import rows_problem
+from biphasic.model.architecture import quantized_problem, rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_weights
-from biphasic.model.hf_config import config_content, is_decoder_export, is_papers, load_hf_config
+from biphasic.model.hf_config import config_content, is_decoder_export, is_papers, load_hf_config, model_folder
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_error
@@ -77,12 +77,13 @@ def load_network(
     Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights, and for
     those that the files `may_lack`, by the beginnings of their names, which are drawn from N(0, initializer_range^2).
     Raises a UserError if the network can't be loaded, or its files lack weights (other than a pooler's), have some of other
-    shapes, or with `exact` weights and biases that the network in config.json doesn't use.
+    shapes, quantized ones that config.json doesn't describe, or with `exact` weights and biases that it doesn't use.
     """
     from safetensors import SafetensorError
 
     attention.register()
-    if is_decoder_export(config_content(path, options.get("revision"))):
+    content = config_content(path, options.get("revision"))
+    if is_decoder_export(content):
         options["key_mapping"] = _names_in_family(auto_class, config)
     try:
         with without_warnings():  # of heads that the class does not have
@@ -92,6 +93,9 @@ def load_network(
         unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
         message = "its family's attention can't be replaced" if unknown else first_line(error)
         raise user_error(f"model {path}: can't be loaded ({message})", error) from None
+    # By now a model of the hub is in its cache.
+    if (problem := quantized_problem(model_folder(path, options.get("revision")), content)) is not None:
+        raise UserError(f"model {path}: can't be loaded ({problem})")
     for name, stored, expected in sorted(info["mismatched_keys"]):
         shapes = f"{name} has shape {list(stored)} in its files, but {list(expected)} by its config.json"
         raise UserError(f"model {path}: can't be loaded ({shapes})")

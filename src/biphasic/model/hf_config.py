@@ -94,17 +94,22 @@ def is_papers(content: dict[str, Any]) -> bool:
     return content.get("model_type") == "sl_model"
 
 
+def model_folder(path: str, revision: str | None) -> Path:
+    """Return a local folder, or that of a hub model in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(path) if Path(path).is_dir() else Path(hf_hub_download(path, "config.json", revision=revision)).parent
+
+
 def model_fingerprint(path: str, revision: str | None, trust_remote_code: bool = False) -> str:
     """Return the hashes of a local model's files, or a hub model's commit. Raise a UserError if there is no model."""
     local = Path(path)
     if local.is_file():
         return cached_file_hash(local)
     if not local.is_dir():
-        from huggingface_hub import hf_hub_download
-
         load_hf_config(path, revision, trust_remote_code)
         # In the hub's cache, a commit's files are in a folder with the commit's name.
-        return Path(hf_hub_download(path, "config.json", revision=revision)).parent.name
+        return model_folder(path, revision).name
     files = sorted({file for pattern in _FINGERPRINTED for file in local.glob(pattern) if file.is_file()})
     return "-".join(cached_file_hash(file) for file in files)
 
