@@ -2,6 +2,7 @@ import errno
 import gzip
 import io
 import os
+import posixpath
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,28 @@ def test_files_of_a_hub_dataset(tmp_path: Path) -> None:
         find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small", split="nope"))
     with pytest.raises(UserError, match="can't be read from the hub"):
         find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="large"))
+
+
+def test_a_pattern_takes_the_files_of_folders_named_like_a_file(tmp_path: Path) -> None:
+    """As Spark, Dask and polars write a table."""
+    names = ["one.jsonl", "two.jsonl/part-0.jsonl", "two.jsonl/day=1/part-0.jsonl", "two.jsonl/_SUCCESS", "other/a.jsonl"]
+    write_files(tmp_path / "set", dict.fromkeys(names, RECORDS[0]))
+    expected = {"set/*.jsonl": names[:3], "*/t*.jsonl": names[1:3], "set/*": names[:3], "*/*/*": names[1::3]}
+    for pattern, files in expected.items():
+        found = [posixpath.relpath(file.path, f"{tmp_path}/set") for file in find_files(source(tmp_path / pattern)).files]
+        assert found == sorted(files), pattern
+
+
+def test_a_broken_link_is_refused_if_it_would_be_read(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.jsonl": RECORDS[0]})
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "blobs" / "b")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(UserError, match=r"b\.jsonl: is a link to .*blobs/b, which isn't there"):
+            find_files(source(path))
+    (tmp_path / "b.jsonl").rename(tmp_path / ".b.jsonl")
+    (tmp_path / "c.doc").symlink_to("nowhere")
+    sources = find_files(source(tmp_path))
+    assert len(sources.files) == 1 and sources.unread == {"hidden": 1, ".doc": 1}
 
 
 def test_paths_without_files_are_refused(tmp_path: Path) -> None:

@@ -88,9 +88,11 @@ def find_files(source: FilesSource) -> Sources:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
             hint = ", except hidden ones (. or _), which the path has to name" if hidden else ""
             raise UserError(f"source {path}: {message}{hint}")
-        for name in usable:
+        for name, file in usable.items():
             if (shown := _printable(name)) != name:
                 raise UserError(f"source {shown}: its name is not UTF-8: rename it")
+            if not file.bytes and os.path.islink(name) and not os.path.exists(name):
+                raise UserError(f"source {name}: is a link to {os.readlink(name)}, which isn't there")
         files |= usable
         unread |= {name: "hidden" if name in hidden else _suffix(name) for name in matches.keys() - usable}
     real = cache(os.path.realpath)
@@ -124,7 +126,10 @@ def describe_unread(unread: Mapping[str, int]) -> str:
 
 
 def _files_at(path: str) -> dict[str, StoredFile]:
-    """Return the file at a path, the files of a folder and its subfolders, or those that match a pattern, by path."""
+    """Return the file at a path, the files of a folder and its subfolders, or those that match a pattern, by path.
+
+    Of a folder named like a file, such as Spark's `texts.parquet`, a pattern that matches it takes the files below it.
+    """
     from fsspec.utils import glob_translate
 
     pattern = path if is_remote(path) else glob_pattern(path)
@@ -138,7 +143,14 @@ def _files_at(path: str) -> dict[str, StoredFile]:
     if is_pattern:
         below = {name: file for name, file in files.items() if f"{name}/".startswith(f"{path}/")}
         matches = re.compile(glob_translate(pattern)).fullmatch
-        return below or {name: file for name, file in files.items() if matches(name)}
+
+        @cache
+        def is_in_table(place: str) -> bool:
+            is_table = is_readable(place) and matches(place) is not None
+            return len(place) > len(folder) and (is_table or is_in_table(posixpath.dirname(place)))
+
+        found = (name for name in files if matches(name) or is_in_table(posixpath.dirname(name)))
+        return below or {name: files[name] for name in found}
     parent, name = posixpath.split(path)
     if not files and not parent.endswith(":/") and (file := open_store(parent or ".").stat(name)) is not None:
         return {path: file}
@@ -159,9 +171,9 @@ def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
             continue
         visited.add(real)
         folders.sort()
-        if "**" not in parts[: len(below) + 1]:
-            expected = parts[len(below)] if len(below) + 1 < len(parts) else ""
-            folders[:] = [name for name in folders if fnmatchcase(name, expected)]
+        if "**" not in parts[: len(below) + 1] and len(below) < len(parts):
+            expected, is_last = parts[len(below)], len(below) + 1 == len(parts)
+            folders[:] = [name for name in folders if fnmatchcase(name, expected) and (is_readable(name) or not is_last)]
         store, hidden = open_store(place), [name for name in folders if is_hidden(name, pattern)]
         # Their files are only counted: a link in them must not claim a folder that is read by another path.
         folders[:] = [name for name in folders if name not in hidden]
@@ -169,8 +181,9 @@ def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
             with suppress(OSError):  # such as another user's `.Trash-0`
                 files |= {"/".join([*below, each]): file for each, file in store.list(name).items()}
         for name in names:
-            if (file := store.stat(name)) is not None:
-                files["/".join([*below, name])] = file
+            # A broken link has no size. It is refused if it would be read.
+            if (file := store.stat(name)) is not None or os.path.islink(posixpath.join(place, name)):
+                files["/".join([*below, name])] = file or StoredFile(0, "")
     return files
 
 
