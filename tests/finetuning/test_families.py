@@ -14,7 +14,8 @@ import torch
 
 from biphasic.errors import UserError
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import FAMILIES, run_trial, scored_sets, train_and_score, trial_name
+from biphasic.finetuning.trial import FAMILIES, require_unchanged, run_trial, scored_sets, train_and_score, trial_name
+from biphasic.model.encoder import Encoder, load_encoder
 from helpers.toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "stsb": 2, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
@@ -91,6 +92,29 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
     path = tmp_path / "start" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "w1"}))
     assert trial_name(config) != first
+
+
+@pytest.mark.parametrize("file", ["start/model.safetensors", "tasks/sst2/train.parquet"])
+def test_files_that_change_while_the_model_is_loaded(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """The result would be recorded by the hash of the old files."""
+    for part in ("tasks", "start"):
+        shutil.copytree(toy / part, tmp_path / part)
+    config = config_of("sst2", tmp_path / "tasks", tmp_path / "start", tmp_path, max_duration="1ba")
+    name = trial_name(config)
+    require_unchanged(config, name)
+
+    def load_and_change(*arguments: Any) -> Encoder:
+        loaded, path = load_encoder(*arguments), tmp_path / file
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        return loaded
+
+    monkeypatch.setattr("biphasic.model.encoder.load_encoder", load_and_change)
+    with pytest.raises(UserError, match="start or the data of sst2: a file has changed since the trial was named"):
+        run_trial(config)
+    with pytest.raises(UserError, match="a file has changed"):
+        require_unchanged(config, name)
 
 
 def test_a_trial_s_model_is_freed(toy: Path, tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ def trial_name(config: FinetuneConfig) -> str:
     return hashlib.sha256(path.read_bytes() + json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def require_unchanged(config: FinetuneConfig, name: str) -> None:
+    if trial_name(config) != name:
+        raise UserError(f"model {config.model.path}: has changed")
+
+
 def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     return ((config.task.name, config.task.name, "accuracy"),)
 

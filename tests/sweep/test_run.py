@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepCluster, SweepConfig
 from biphasic.errors import PREEMPTED, UserError
-from biphasic.finetuning.records import DownstreamResult
+from biphasic.finetuning.records import DownstreamResult, TrialResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.plan import device_seconds, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file, recorded_trials
 from biphasic.sweep.run import Driver, run
-from biphasic.sweep.workers import FinishedJob, TrialJob, choose_layout
+from biphasic.sweep.workers import FinishedJob, TrialJob, Worker, choose_layout
 from biphasic.workers.group import EndedJob
 from conftest import MakeBucket
+from helpers import small_trials
 from helpers.small_trials import read_log
 from helpers.sweeps import grid_of
 from helpers.sweeps import records_of as scored_records
@@ -246,6 +248,33 @@ def test_another_sweep_with_the_same_output(sweep: LoadSweep, capsys: pytest.Cap
     assert run(changed, module="helpers.small_trials") == 0
     assert f"WARNING: {changed.output}: {warning}: its report will be of this grid alone\n" in capsys.readouterr().out
     assert len(recorded_trials(open_store(changed.output))) == 2 + 4
+
+
+def test_a_trial_whose_files_changed_since_it_was_named_fails(sweep: LoadSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts, or while it runs; its record would be that of the old files."""
+    config = sweep(learning_rates=[1e-5], seeds=[0])
+    [(cell, trial_config)] = trial_configs(config).items()
+    [trial] = build_grid(config, trial_configs(config), "helpers.small_trials").trials
+    worker, file = Worker("helpers.small_trials", config.output, 1, 1), Path(trial_config.model.path)
+    named, trained = file.read_text(), small_trials.run_trial
+
+    def run_one() -> TrialRecord:
+        finished = worker.run(TrialJob(trial, cell, trial_config))
+        assert finished.written and finished.record is not None
+        return finished.record
+
+    def train_and_change(config: FinetuneConfig) -> TrialResult:
+        result = trained(config)
+        file.write_text(named + " ")
+        return result
+
+    assert run_one().status == "done"
+    monkeypatch.setattr(small_trials, "run_trial", train_and_change)
+    assert run_one().error == f"model {file}: has changed"
+    monkeypatch.undo()
+    assert run_one().error == f"model {file}: has changed"
+    file.write_text(named)
+    assert run_one().status == "done"
 
 
 def test_a_module_that_cannot_be_imported(sweep: LoadSweep) -> None:

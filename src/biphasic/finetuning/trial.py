@@ -66,6 +66,14 @@ def trial_name(config: FinetuneConfig) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
+def require_unchanged(config: FinetuneConfig, name: str) -> None:
+    """Raise a UserError if the trial's model or data has other files than when it was named."""
+    _contents.clear()  # its keys have stamps of local files, but none of buckets and hubs
+    if trial_name(config) != name:
+        files = f"model {config.model.path} or the data of {config.task.name}"
+        raise UserError(f"{files}: a file has changed since the trial was named by their contents: start again")
+
+
 def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     """Return the (task, name, metric) of each test set of a trial, as in `DownstreamResult`."""
     task = config.task
@@ -122,7 +130,9 @@ def train_and_score(
         task = build_task(config.model, config.task, config.cache)
         for warning in task.check_data():
             print_once(f"WARNING: {config.task.name}: {warning}")
+        name = trial_name(config)
         encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
+        require_unchanged(config, name)
         encoder.text_tokenizer = task.scored_tokenizer
         if config.save_model:
             require_exportable(encoder)

@@ -93,7 +93,11 @@ class Worker:
         start = time.monotonic()
         files: dict[str, bytes] = {}
         try:
+            # The trial is recorded by the name that the driver gave it. Afterwards again, because test sets are read last.
+            name = job.trial.rpartition(".")[2]
+            self._functions.require_unchanged(job.config, name)
             result = self._functions.run_trial(job.config)
+            self._functions.require_unchanged(job.config, name)
             about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
