@@ -91,11 +91,16 @@ def train_and_compare(
 
 
 def read_trec_run(file: Path) -> Run:
-    """Return the ranking in a file of TREC's run format, compressed by gzip. Raises OSError if it can't be read."""
+    """Return the ranking in a file of TREC's run format, compressed by gzip. Raises OSError if it can't be read.
+
+    The scores give the order, as in trec_eval, not the lines or their ranks: equal ones are in descending order of the ids.
+    """
     run: Run = {}
     for line in gzip.decompress(file.read_bytes()).decode().splitlines():
         query, _, document, _, score, _ = line.split()
         run.setdefault(unquote(query), []).append((unquote(document), float(score)))
+    for documents in run.values():
+        documents.sort(key=lambda document: (document[1], document[0]), reverse=True)
     return run
 
 

@@ -1,5 +1,6 @@
 """The recipes that train an export with sentence-transformers' other classes: small, scored, and loaded again."""
 
+import gzip
 import importlib.util
 import json
 import math
@@ -205,12 +206,16 @@ def test_reranker(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, 
     assert 0 < first == again < 1
 
 
-def test_a_run_file_is_read_in_its_order(dense_ranking: ModuleType, tmp_path: Path) -> None:
+def test_a_run_file_is_read_in_the_order_of_its_scores(dense_ranking: ModuleType, tmp_path: Path) -> None:
     read_trec_run = dense_ranking.read_trec_run
     run: Run = {"q2": [("b%201", 1.5), ("a 1\u3000", 1.5), ("c", -0.25)], "q 1": [("a", 0.125)]}
     file = tmp_path / "set-test.run.gz"
     file.write_bytes(trec_run(run))
     assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q 1"]
+    # Lines and ranks in any order: the scores decide, as in trec_eval.
+    lines = ["q Q0 a 1 -2 x", "q Q0 b 2 1e1 x", "p Q0 c 3 1 x", "q Q0 d 4 9.5 x", "q Q0 e 5 9.5 x"]
+    file.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert read_trec_run(file) == {"q": [("b", 10.0), ("e", 9.5), ("d", 9.5), ("a", -2.0)], "p": [("c", 1.0)]}
     file.write_text("q1 Q0 a 1 0.125 biphasic\n")
     with pytest.raises(OSError, match="Not a gzipped file"):
         read_trec_run(file)
