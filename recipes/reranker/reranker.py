@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from biphasic.errors import UserError
+
 if TYPE_CHECKING:
     from biphasic.evaluation.search import Run
 
@@ -24,19 +26,39 @@ def train(options: argparse.Namespace) -> Any:
     """Return a `CrossEncoder` that was trained to give a query's own document more than four others of the batch."""
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
     from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingLoss
-    from tokenizers.processors import TemplateProcessing
     from transformers import set_seed
 
     set_seed(options.seed)  # the weights of the new head
     model = CrossEncoder(str(options.encoder), num_labels=1, max_length=options.max_length)
-    # An export's tokenizer would put nothing between the two texts. In pretraining, this token ends a text.
-    end: Any = model.tokenizer.eos_token
-    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="$A", pair=f"$A {end} $B", special_tokens=[(end, model.tokenizer.eos_token_id)]
-    )
     arguments, pairs = trainer_inputs(CrossEncoderTrainingArguments, options)
+    divide_texts(model.tokenizer, pairs[0]["query"], pairs[0]["positive"])
     CrossEncoderTrainer(model, arguments, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)).train()
     return model
+
+
+def divide_texts(tokenizer: Any, first: str, second: str) -> None:
+    """Let a tokenizer put a token between the two texts of a pair, such as these, if it puts none there.
+
+    It is the one that ends a text in pretraining. A tokenizer with a template for pairs, such as BERT's, keeps it.
+    Raises a UserError if the tokenizer has no such token.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    encoded = tokenizer(first, second)
+    parts = encoded.sequence_ids()  # 0 and 1 for tokens of the texts, None for special tokens
+    if parts[parts.index(1) - 1] is None:
+        return
+    tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"])
+    before, after = tokens[: parts.index(0)], tokens[len(parts) - parts[::-1].index(1) :]
+    if not before and tokenizer.cls_token is not None:
+        before = [tokenizer.cls_token]  # families with this token have heads that read the first position
+    end = tokenizer.eos_token or tokenizer.sep_token
+    if end is None:
+        raise UserError(f"{tokenizer.name_or_path}: expected a token that ends a text, eos or sep; its tokenizer has none")
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in (*before, end, *after)}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after], pair=[*before, "$A", end, "$B", *after], special_tokens=list(special.items())
+    )
 
 
 def score_only_ranked(split: dict[str, Any], ranking: Run) -> None:

@@ -15,7 +15,11 @@ import pytest
 import torch
 from datasets import Dataset
 from mteb.abstasks import AbsTaskRetrieval
-from transformers import LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -204,6 +208,44 @@ def test_reranker(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, 
     assert model.tokenizer.decode(model.preprocess([("w1 w2", "w3")])["input_ids"][0]) == "w1 w2 <|eos|> w3"
     first, again = model.predict([("w1 w2", "w31"), ("w1 w2", "w31")])
     assert 0 < first == again < 1
+
+
+def words_of(special: dict[str, str], pair: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words with special tokens, and a template for pairs."""
+    words = Tokenizer(WordLevel({word: at for at, word in enumerate([*special.values(), "w1", "w2", "w3"])}))
+    words.pre_tokenizer = Whitespace()
+    if pair is not None:
+        ids = [(token, words.token_to_id(token)) for token in special.values()]
+        words.post_processor = TemplateProcessing(single=pair.partition(" $B")[0], pair=pair, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+@pytest.mark.parametrize("recipe", ["reranker"], indirect=True)
+@pytest.mark.parametrize(
+    ("special", "pair", "expected"),
+    [
+        ({"eos_token": "[E]"}, None, "w1 w2 [E] w3"),
+        # Between the texts is something, or nothing after a token at the beginning, or at the end.
+        ({"cls_token": "[C]", "sep_token": "[S]"}, "[C] $A [S] $B [S]", "[C] w1 w2 [S] w3 [S]"),
+        ({"bos_token": "[B]", "eos_token": "[E]"}, "[B] $A [B] $B", "[B] w1 w2 [B] w3"),
+        ({"bos_token": "[B]", "eos_token": "[E]"}, "[B] $A $B", "[B] w1 w2 [E] w3"),
+        ({"eos_token": "[E]"}, "$A $B [E]", "w1 w2 [E] w3 [E]"),
+        # The heads of families with a CLS token read the first position.
+        ({"cls_token": "[C]", "sep_token": "[S]"}, None, "[C] w1 w2 [S] w3"),
+    ],
+)
+def test_a_reranker_s_texts_are_divided(
+    recipe: ModuleType, special: dict[str, str], pair: str | None, expected: str
+) -> None:
+    tokenizer = words_of(special, pair)
+    recipe.divide_texts(tokenizer, "w1", "w2")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("w1 w2", "w3")["input_ids"]) == expected.split()
+
+
+@pytest.mark.parametrize("recipe", ["reranker"], indirect=True)
+def test_a_reranker_s_tokenizer_without_a_token_that_ends_a_text(recipe: ModuleType) -> None:
+    with pytest.raises(UserError, match="expected a token that ends a text, eos or sep; its tokenizer has none"):
+        recipe.divide_texts(words_of({"pad_token": "[P]"}), "w1", "w2")
 
 
 def test_a_run_file_is_read_in_the_order_of_its_scores(dense_ranking: ModuleType, tmp_path: Path) -> None:
