@@ -1,6 +1,7 @@
 """The plan of a fine-tuning: what it finds, and what is missing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from biphasic.config.load import load
 from biphasic.finetuning.batches import warmup_batches
 from biphasic.finetuning.plan import plan_finetuning
 from biphasic.finetuning.run import run
-from helpers.tiny import ROOT
+from helpers.tiny import ROOT, WORDS
 from helpers.toy_sets import SIZES
 
 SST2 = ROOT / "yamls" / "finetune" / "sst2.yaml"
@@ -45,6 +46,23 @@ def test_a_warmup_that_never_ends(toy: Path) -> None:
     [problem] = plan_finetuning(config_of(*keys, "warmup=25ba"), 1).problems
     assert problem.startswith("warmup: 25ba is not shorter than the training of 25 batches (one epoch, which max_duration")
     assert not plan_finetuning(config_of(*keys, "warmup=24ba"), 1).problems
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding(toy: Path, tmp_path: Path) -> None:
+    """The plan knows it from config.json."""
+    folder = tmp_path / "start"
+    shutil.copytree(toy / "start", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    keys = [f"model.path={folder}", f"task.data={toy / 'tasks' / 'sst2'}", "max_duration=2ep"]
+    for vocabulary, problems in (
+        (WORDS, []),
+        (
+            WORDS - 1,
+            [f"model {folder}: its tokenizer has {WORDS} tokens, its embedding {WORDS - 1}: they don't belong together"],
+        ),
+    ):
+        (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": vocabulary}))
+        assert plan_finetuning(config_of(*keys), 1).problems == problems
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
 from biphasic.model.heads import initialize_head
 from biphasic.model.hf_config import file_stamps, load_hf_config, model_fingerprint
-from biphasic.model.text_tokenizer import TextTokenizer, load_text_tokenizer
+from biphasic.model.text_tokenizer import TextTokenizer, load_text_tokenizer, require_embeddings
 from biphasic.provenance import provenance
 from biphasic.quiet import progress_bars
 from biphasic.ranks import COLLECTIVE_SECONDS, print_once
@@ -166,6 +166,8 @@ def train_and_score(
 def check_trial(config: FinetuneConfig) -> list[str]:
     """Return warnings about model, data and settings; a UserError if they don't fit, as far as it shows without weights."""
     task, model = build_task(config.model, config.task, config.cache), load_hf_config(*_source(config.model))
+    if not config.model.trust_remote_code:  # own code may give the embedding more rows
+        require_embeddings(config.model.path, task.text_tokenizer.tokenizer, getattr(model, "vocab_size", 1 << 30))
     with torch.device("meta"):
         task.build_head(getattr(model, "hidden_size", 1 << 20))
     for folder, table in task.tables():

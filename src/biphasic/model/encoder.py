@@ -21,7 +21,7 @@ from biphasic.model.hf_config import config_content, is_decoder_export, is_paper
 from biphasic.model.pooling import Pooling
 from biphasic.model.probe import is_bidirectional, sees_padding, switch_to_packed_attention
 from biphasic.model.segments import Segments
-from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer
+from biphasic.model.text_tokenizer import TextTokenizer, load_encoder_config, load_text_tokenizer, require_embeddings
 from biphasic.storage import user_errors
 
 _log = logging.getLogger(__name__)
@@ -132,11 +132,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     text_tokenizer = load_text_tokenizer(path, revision, trust_remote_code)
     tokenizer = text_tokenizer.tokenizer
     embeddings: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    # The last token may be a mask token that was added to a tokenizer without one; it needs no embedding.
-    tokens = tokenizer.vocab_size - (tokenizer.mask_id == tokenizer.vocab_size - 1)
-    if tokens > embeddings:
-        counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
-        raise UserError(f"model {path}: {counts}: they don't belong together")
+    require_embeddings(path, tokenizer, embeddings)
     texts = map(Lowercase().normalize_str, TELLING_TEXTS) if text_tokenizer.settings.lowercase else TELLING_TEXTS
     if (difference := encoding_difference(tokenizer, texts, add_special_tokens=True, revision=revision)) is not None:
         _log.warning("%s", difference)

@@ -118,6 +118,15 @@ def load_encoder_config(path: str, revision: str | None, trust_remote_code: bool
         raise
 
 
+def require_embeddings(path: str, tokenizer: Tokenizer, embeddings: int) -> None:
+    """Raise a UserError if a model's tokenizer has more tokens than its embedding, of so many rows."""
+    # The last token may be a mask token that was added to a tokenizer without one; it needs no embedding.
+    tokens = tokenizer.vocab_size - (tokenizer.mask_id == tokenizer.vocab_size - 1)
+    if tokens > embeddings:
+        counts = f"its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}"
+        raise UserError(f"model {path}: {counts}: they don't belong together")
+
+
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`.
 
