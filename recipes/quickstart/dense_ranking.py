@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store
+from biphasic.storage import json_bytes, open_store, user_errors
 
 if TYPE_CHECKING:
     from biphasic.evaluation.scoring import SplitScores
@@ -68,8 +69,8 @@ def train_and_compare(
 ) -> int:
     """Train, save and score a model, and write `scores.json`. Return the exit status.
 
-    It is 2 when the encoder, the pairs or the ranking is missing. `prepare` may change the split, as mteb reads it,
-    before it is scored; what `describe` returns is written beside the scores.
+    It is 2 when the encoder, the pairs or the ranking is missing or doesn't fit. `prepare` may change the split, as mteb
+    reads it, before it is scored; what `describe` returns is written beside the scores.
     """
     # Imported here because mteb takes seconds to import, which --help doesn't need.
     from biphasic.evaluation.scoring import score
@@ -77,7 +78,8 @@ def train_and_compare(
 
     try:
         task = read_set(str(options.pairs), "Pairs", "eng-Latn", only=[options.split])
-        split, ranking = task.content["default"][options.split], read_trec_run(options.dense)
+        split = task.content["default"][options.split]
+        ranking = read_ranking(options.dense, split)
         prepare(split, ranking)
         model = train(options)
         model.save_pretrained(str(options.out / "model"))
@@ -90,15 +92,35 @@ def train_and_compare(
     return 0
 
 
+def read_ranking(file: Path, split: dict[str, Any]) -> Run:
+    """Return the ranking of a split from a file. Raises a UserError if it can't be read, or is of other queries or texts."""
+    ranking, queries = read_trec_run(file), split["relevant_docs"].keys()
+    documents = {document for ranked in ranking.values() for document, _ in ranked}
+    for problem, ids in (
+        ("lacks a query of the split", queries - ranking.keys()),
+        ("has a query that the split lacks", ranking.keys() - queries),
+        ("has a document that the corpus lacks", documents.difference(split["corpus"]["id"][:])),
+    ):
+        if ids:
+            more = f" and {len(ids) - 1:,} more" if len(ids) > 1 else ""
+            expected = "expected a ranking of the set in --pairs and of its --split"
+            raise UserError(f"{file}: {problem} ({min(ids)}{more}): {expected}")
+    return ranking
+
+
 def read_trec_run(file: Path) -> Run:
-    """Return the ranking in a file of TREC's run format, compressed by gzip. Raises OSError if it can't be read.
+    """Return the ranking in a file of TREC's run format, compressed by gzip.
 
     The scores give the order, as in trec_eval, not the lines or their ranks: equal ones are in descending order of the ids.
+    Raises a UserError if it can't be read.
     """
     run: Run = {}
-    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
-        query, _, document, _, score, _ = line.split()
-        run.setdefault(unquote(query), []).append((unquote(document), float(score)))
+    with user_errors(f"{file}: expected a ranking in TREC's format, compressed by gzip", ValueError, EOFError, zlib.error):
+        for number, line in enumerate(gzip.decompress(file.read_bytes()).decode().splitlines(), start=1):
+            if len(fields := line.split()) != 6:
+                raise ValueError(f"line {number} has {len(fields)} fields, not 6")
+            query, _, document, _, score, _ = fields
+            run.setdefault(unquote(query), []).append((unquote(document), float(score)))
     for documents in run.values():
         documents.sort(key=lambda document: (document[1], document[0]), reverse=True)
     return run
@@ -108,15 +130,10 @@ def compare(scores: SplitScores, ranking: Run, qrels: Qrels) -> dict[str, Any]:
     """Return NDCG@10 of a `system`, of another `ranking` of its queries, and their `difference`, each with its interval.
 
     They are printed too.
-
-    Raises:
-        UserError: the ranking has other queries.
     """
     from biphasic.evaluation.scoring import bootstrap_interval
     from biphasic.evaluation.search import scores_by_query
 
-    if ranking.keys() != scores.by_query.keys():
-        raise UserError(f"{scores.task}: the ranking to compare with has other queries than the split {scores.split}")
     other = scores_by_query(ranking, qrels, "ndcg_cut_10", 10)
     differences = [scores.by_query[query] - value for query, value in other.items()]
     columns = {"system": list(scores.by_query.values()), "ranking": list(other.values()), "difference": differences}

@@ -258,9 +258,32 @@ def test_a_run_file_is_read_in_the_order_of_its_scores(dense_ranking: ModuleType
     lines = ["q Q0 a 1 -2 x", "q Q0 b 2 1e1 x", "p Q0 c 3 1 x", "q Q0 d 4 9.5 x", "q Q0 e 5 9.5 x"]
     file.write_bytes(gzip.compress("\n".join(lines).encode()))
     assert read_trec_run(file) == {"q": [("b", 10.0), ("e", 9.5), ("d", 9.5), ("a", -2.0)], "p": [("c", 1.0)]}
-    file.write_text("q1 Q0 a 1 0.125 biphasic\n")
-    with pytest.raises(OSError, match="Not a gzipped file"):
-        read_trec_run(file)
+
+
+def test_a_ranking_that_cannot_be_used_is_refused_before_the_training(
+    dense_ranking: ModuleType, pairs: Path, ranking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, whole = tmp_path / "other.run.gz", gzip.decompress(ranking.read_bytes())
+    for content, problem in (
+        (whole, "expected a ranking in TREC's format, compressed by gzip (Not a gzipped file (b't0'))"),
+        (
+            gzip.compress(whole)[:-20],
+            "expected a ranking in TREC's format, compressed by gzip (Compressed file ended before",
+        ),
+        (gzip.compress(whole + b"t0 Q0 t1 4 0.5\n"), "compressed by gzip (line 33 has 5 fields, not 6)"),
+        (gzip.compress(whole + b"t0 Q0 t1 4 best x\n"), "compressed by gzip (could not convert string to float: 'best')"),
+        (
+            gzip.compress(whole.partition(b"t1 ")[0]),
+            "lacks a query of the split (t1 and 10 more): expected a ranking of the set",
+        ),
+        (gzip.compress(whole + b"q Q0 t1 1 0.5 x\n"), "has a query that the split lacks (q): expected a ranking of"),
+        (gzip.compress(whole + b"t0 Q0 t99 4 0.5 x\n"), "has a document that the corpus lacks (t99): expected"),
+    ):
+        file.write_bytes(content)
+        options = dense_ranking.recipe_parser("").parse_args(["--pairs", str(pairs), "--dense", str(file)])
+        assert dense_ranking.train_and_compare(options, train=lambda options: pytest.fail("it was trained")) == 2
+        error = capsys.readouterr().err.splitlines()[-1]  # before it are the bars of datasets
+        assert error.startswith(f"{file}: ") and problem in error
 
 
 def test_comparison_with_a_ranking(dense_ranking: ModuleType) -> None:
@@ -275,5 +298,3 @@ def test_comparison_with_a_ranking(dense_ranking: ModuleType) -> None:
     assert means == pytest.approx({"system": 2 / 3, "ranking": 0.5, "difference": 1 / 6})
     # Paired: of the queries' differences, which are 0, 0.5 and 0.
     assert result["difference"]["interval"] == bootstrap_interval([0.0, 0.5, 0.0])
-    with pytest.raises(UserError, match="Set: the ranking to compare with has other queries than the split test"):
-        dense_ranking.compare(scores, {"a": [right]}, qrels)
