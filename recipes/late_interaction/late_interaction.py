@@ -27,7 +27,7 @@ def train(options: argparse.Namespace) -> Any:
 
     set_seed(options.seed)  # the weights of the new projection
     model = MultiVectorEncoder(str(options.encoder), processor_kwargs={"model_max_length": options.max_length})
-    arguments, pairs = trainer_inputs(MultiVectorEncoderTrainingArguments, options)
+    arguments, pairs = trainer_inputs(MultiVectorEncoderTrainingArguments, options, model)
     loss = MultiVectorMultipleNegativesRankingLoss(model)
     MultiVectorEncoderTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
     return model

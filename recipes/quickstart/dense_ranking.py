@@ -39,12 +39,25 @@ def recipe_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def trainer_inputs(arguments: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the arguments of a trainer, an instance of a class of sentence-transformers, and the training pairs."""
+def trainer_inputs(arguments: Callable[..., Any], options: argparse.Namespace, model: Any) -> tuple[Any, Any]:
+    """Return the arguments of a model's trainer, an instance of a class of sentence-transformers, and the training pairs.
+
+    Raises a UserError if `--max-length` is more tokens than the model has vectors of positions.
+    """
     import pyarrow.parquet as pq
     from datasets import Dataset
     from sentence_transformers.base.sampler import BatchSamplers
+    from torch.nn import Embedding
 
+    from biphasic.model.segments import reserved_positions
+
+    network = model[0].auto_model.base_model
+    if any(isinstance(part, Embedding) and "position" in name for name, part in network.named_modules()):
+        # RoBERTa's table begins with reserved positions.
+        positions = network.config.max_position_embeddings - reserved_positions(network)
+        if options.max_length > positions:
+            problem = f"expected at most {positions}, the positions of {options.encoder}"
+            raise UserError(f"--max-length {options.max_length}: {problem}")
     made = arguments(
         output_dir=str(options.out / "trainer"),
         max_steps=options.steps,

@@ -30,7 +30,7 @@ def train(options: argparse.Namespace) -> Any:
 
     set_seed(options.seed)  # the weights of the new head
     model = CrossEncoder(str(options.encoder), num_labels=1, max_length=options.max_length)
-    arguments, pairs = trainer_inputs(CrossEncoderTrainingArguments, options)
+    arguments, pairs = trainer_inputs(CrossEncoderTrainingArguments, options, model)
     divide_texts(model.tokenizer, pairs[0]["query"], pairs[0]["positive"])
     CrossEncoderTrainer(model, arguments, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)).train()
     return model

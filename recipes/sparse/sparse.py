@@ -27,7 +27,7 @@ def train(options: argparse.Namespace) -> Any:
     settings = {"model_max_length": options.max_length}
     transformer = Transformer(str(options.encoder), transformer_task="fill-mask", processor_kwargs=settings)
     model = SparseEncoder(modules=[transformer, SpladePooling("max")])
-    arguments, pairs = trainer_inputs(SparseEncoderTrainingArguments, options)
+    arguments, pairs = trainer_inputs(SparseEncoderTrainingArguments, options, model)
     loss = SpladeLoss(
         model,
         SparseMultipleNegativesRankingLoss(model, scale=options.scale),

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -29,6 +29,7 @@ from biphasic.evaluation.sets import read_set
 from biphasic.model.language_model import from_hf_config
 from biphasic.storage import open_store, parquet_bytes
 from helpers.exports import export_language_model
+from helpers.families import bert_tokenizer
 from helpers.tiny import ROOT, WORDS, write_tokenizer
 from helpers.toy_sets import retrieval_pairs
 
@@ -246,6 +247,22 @@ def test_a_reranker_s_texts_are_divided(
 def test_a_reranker_s_tokenizer_without_a_token_that_ends_a_text(recipe: ModuleType) -> None:
     with pytest.raises(UserError, match="expected a token that ends a text, eos or sep; its tokenizer has none"):
         recipe.divide_texts(words_of({"pad_token": "[P]"}), "w1", "w2")
+
+
+@pytest.mark.parametrize("recipe", ["late_interaction", "sparse", "reranker"], indirect=True)
+def test_texts_longer_than_the_table_of_positions(
+    recipe: ModuleType, dense_ranking: ModuleType, pairs: Path, tmp_path: Path
+) -> None:
+    """They are refused before the training, which the first long text would end. The table's first row is for padding."""
+    bert_tokenizer(tmp_path)
+    config = RobertaConfig(vocab_size=65, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+                           max_position_embeddings=25, pad_token_id=0)  # fmt: skip
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    keys = {"pairs": pairs, "encoder": tmp_path, "out": tmp_path / "out", "steps": 1, "lr": 1e-3, "batch_size": 4}
+    parser = dense_ranking.recipe_parser("", **keys, scale=0.05, regularizer=0.0)
+    assert recipe.train(parser.parse_args(["--max-length", "24"])) is not None
+    with pytest.raises(UserError, match=f"^--max-length 25: expected at most 24, the positions of {tmp_path}$"):
+        recipe.train(parser.parse_args(["--max-length", "25"]))
 
 
 def test_a_run_file_is_read_in_the_order_of_its_scores(dense_ranking: ModuleType, tmp_path: Path) -> None:
