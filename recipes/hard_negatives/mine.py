@@ -47,6 +47,10 @@ def mine(options: argparse.Namespace) -> None:
     """Read a set of `biphasic tasks`, and write its pairs with negatives as a Parquet file; a UserError if none has any."""
     if not 1 <= options.count <= options.depth:
         raise UserError(f"--count {options.count}: expected a number from 1 to --depth, {options.depth}")
+    # Made now, because a file that can't be written would be known only after the corpus is embedded.
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out.is_dir():
+        raise UserError(f"{options.out}: expected the name of a file to write; this is a folder")
     folder = TaskFolder(options.set, "runs/cache", "retrieval")
     pairs = folder.read("train", "pairs")
     corpus = titled_texts(folder.read("corpus", "corpus")) if "corpus" in folder.record["rows"] else []

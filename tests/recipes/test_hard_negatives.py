@@ -54,13 +54,25 @@ def test_nothing_is_written_without_negatives(tmp_path: Path, capsys: pytest.Cap
         assert message in capsys.readouterr().err and not out.exists()
 
 
+def test_what_cannot_be_written_is_said_before_the_corpus_is_embedded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out, message in (
+        (tmp_path, f"{tmp_path}: expected the name of a file to write; this is a folder"),
+        (tmp_path / "file/mined.parquet", f"File exists: '{tmp_path}/file'"),
+    ):
+        assert load_recipe().main(["no-model", "no-set", str(out)]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_negatives_are_those_of_a_brute_force_search(tmp_path: Path) -> None:
     pairs = [{"query": query, "positive": text} for query, text in retrieval_pairs(30, 1)]
     texts = [text for _, text in retrieval_pairs(40, 3)]
     jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{at}", "text": text} for at, text in enumerate(texts)])
     prepare_task("it", one_task(tmp_path, task_of(tmp_path, files=[jsonl(tmp_path / "pairs.jsonl", pairs)])))
     write_model(tmp_path / "encoder", PROMPTS)
-    out = tmp_path / "mined.parquet"
+    out = tmp_path / "new/folder/mined.parquet"
     options = ["--count", str(COUNT), "--depth", "60"]
     assert load_recipe().main([str(tmp_path / "encoder"), str(tmp_path / "out/it"), str(out), *options]) == 0
     encoder = load_encoder(str(tmp_path / "encoder"))
