@@ -3,7 +3,7 @@
     python recipes/own_script/train.py [FOLDER]
 
 It makes a tiny decoder and text on the spot, checks what the decoder attends to, trains it in both directions, and stores
-checkpoints in FOLDER (default: runs/own_script), from which the same command resumes.
+checkpoints in FOLDER (default: runs/own_script), from which the same command resumes; after the end it does nothing.
 """
 
 import sys
@@ -65,5 +65,8 @@ trainer = Trainer(
     log_to_console=True,
     console_log_interval="25ba",
 )
-trainer.fit()
+if trainer.state.timestamp < trainer.state.max_duration:  # pyright: ignore[reportOperatorIssue]
+    trainer.fit()
+else:  # Composer's `fit` would raise an error, so a scheduler would start the script again
+    print("the checkpoints hold the whole training; nothing to do")
 trainer.close()

@@ -121,3 +121,25 @@ def test_the_decay_of_a_run_on_rows_of_8192_tokens(environment: dict[str, str], 
         assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 250_000.0)
         shutil.rmtree(tmp_path / "repository" / "encoders" / "longer")
     assert len(losses(tmp_path / "repository" / "runs" / "longer")) == 1
+
+
+def test_a_script_of_one_s_own_does_nothing_after_its_end(tmp_path: Path) -> None:
+    """A scheduler that starts it again gets status 0."""
+    text = (ROOT / "recipes" / "own_script" / "train.py").read_text()
+    for written, small in (
+        ("200ba", "2ba"),
+        ("20ba", "1ba"),
+        ("40ba", "1ba"),
+        ("50ba", "2ba"),
+        ("range(6000)", "range(99)"),
+    ):
+        assert written in text
+        text = text.replace(written, small)
+    (tmp_path / "train.py").write_text(text)
+    said = "the checkpoints hold the whole training; nothing to do"
+    for ends in (False, True):
+        command = [sys.executable, "train.py", "checkpoints"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert (said in done.stdout) == ends
+        assert (tmp_path / "checkpoints/latest-rank0.pt").resolve().name.endswith("-ba2-rank0.pt")
