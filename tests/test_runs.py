@@ -56,6 +56,17 @@ def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.Capture
     assert "holds no run (no checkpoints, no attempts)" in error or "can't be read" in error
 
 
+@pytest.mark.parametrize(("command", "more"), [("runs", []), ("export", ["out"])])
+def test_a_fine_tuning_has_no_checkpoints(
+    tmp_path: Path, command: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "config.yaml").write_text("job: finetune\nrun_name: x\n")
+    assert main([command, str(tmp_path), *more]) == 2
+    message = f"{tmp_path}/config.yaml: is of job: finetune; expected a run of job: pretrain, with checkpoints"
+    assert message in capsys.readouterr().err
+
+
 def test_damaged_files_of_a_run_are_named(write_yaml: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = train(config_of(write_yaml("damaged")))
     [attempt] = (folder / "checkpoints" / "attempts").iterdir()

@@ -264,8 +264,10 @@ def checkpoint_folder(path: str) -> str:
         return path
     config, local = Path(path) / "config.yaml", join(path, "checkpoints")
     if config.is_file():
-        with user_errors(f"{config}: is not a run's configuration", yaml.YAMLError, LookupError, TypeError):
+        with user_errors(f"{config}: is not a run's configuration", yaml.YAMLError, LookupError, TypeError, AttributeError):
             content = yaml.safe_load(config.read_text(encoding="utf-8"))
+            if content.get("job", "pretrain") != "pretrain":
+                raise UserError(f"{config}: is of job: {content['job']}; expected a run of job: pretrain, with checkpoints")
             folder = content["checkpoint"]["folder"] or local
             # If it is relative, it is so to the directory in which the run was started.
             is_in_run = Path(folder) == Path(content.get("output", ""), content.get("run_name", ""), "checkpoints")
