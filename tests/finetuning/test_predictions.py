@@ -112,6 +112,29 @@ def test_a_model_that_other_software_trained_further_is_refused(
     assert "its classifier.weight differs from head.safetensors's" in capsys.readouterr().err
 
 
+def test_a_damaged_model_is_refused_in_one_line(
+    finetuned: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, folder = finetuned
+    if name != "sst2":
+        pytest.skip("the files are the same")
+    whole = json.loads((folder / "model/finetuned.json").read_text())
+    lacking = {key: value for key, value in whole.items() if key != "max_length"}
+    for file, content, message in (
+        ("finetuned.json", b"{}", "finetuned.json: can't be read, so "),
+        ("finetuned.json", b'{"task": null}', "finetuned.json: can't be read, so "),
+        ("finetuned.json", json.dumps(lacking).encode(), "finetuned.json: can't be used ('max_length')"),
+        ("head.safetensors", (folder / "model/head.safetensors").read_bytes()[:99], "head.safetensors: can't be read ("),
+    ):
+        shutil.copytree(folder / "model", tmp_path / "model")
+        (tmp_path / "model" / file).write_bytes(content)
+        (tmp_path / "new.jsonl").write_text('{"text": "w1"}')
+        assert main(["predict", str(tmp_path / "model"), str(tmp_path / "new.jsonl")]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path}/model/{message}" in error[-1] and not any("Traceback" in line for line in error)
+        shutil.rmtree(tmp_path / "model")
+
+
 def flat(rows: list[dict[str, Any]]) -> list[float]:
     scores = [row["score"] if isinstance(row["score"], list) else [row["score"]] for row in rows]
     return [float("nan") if score is None else score for of_row in scores for score in of_row]

@@ -137,3 +137,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "required, but not so: bidirectional" in capsys.readouterr().out
     assert main(["check-attention", str(tmp_path / "nothing")]) == 2
     assert "can't be loaded" in capsys.readouterr().err
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:3000])
+    assert main(["check-attention", str(tmp_path)]) == 2
+    assert f"model {tmp_path}: can't be loaded (" in capsys.readouterr().err

@@ -45,9 +45,10 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
 def read_task(folder: str) -> dict[str, Any]:
     """Return the content of a folder's `TASK_FILE`; a UserError if it can't be read or is of retrieval."""
     file = Path(folder) / TASK_FILE
-    with user_errors(f"{file}: can't be read, so {folder} is no fine-tuned model", ValueError):
+    with user_errors(f"{file}: can't be read, so {folder} is no fine-tuned model", ValueError, LookupError, TypeError):
         record = json.loads(file.read_text(encoding="utf-8"))
-    if record["task"]["kind"] == "retrieval":
+        kind = record["task"]["kind"]
+    if kind == "retrieval":
         advice = f'SentenceTransformer("{folder}").encode(texts) embeds with it'
         raise UserError(f"{folder}: is a model for retrieval, which has no predictions: {advice}")
     return record
@@ -99,12 +100,13 @@ def load_finetuned(
     `trust_remote_code` allows the model to run its own Python files. Raises a UserError if the model can't be loaded.
     """
     encoder = load_encoder(folder, trust_remote_code)
-    settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
-    config: Any = TypeAdapter(TaskConfig).validate_python(settings)
-    task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.family})
-    task.threshold = record["threshold"]
+    with user_errors(f"{folder}/{TASK_FILE}: can't be used", ValueError, LookupError, TypeError):
+        settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
+        config: Any = TypeAdapter(TaskConfig).validate_python(settings)
+        task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.family})
+        task.threshold = record["threshold"]
     head = task.build_head(encoder.width)
-    with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError):
+    with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError, SafetensorError):
         head.load_state_dict(load_file(Path(folder) / HEAD_FILE))
     _require_same_head(folder, head.state_dict())
     for module in (encoder.backbone, head):

@@ -378,9 +378,10 @@ def load_for_check(path: str, attention: str | None = None, trust_remote_code: b
     can't be loaded.
     """
     import transformers
+    from safetensors import SafetensorError
 
     options = {"trust_remote_code": trust_remote_code}
-    with user_errors(f"model {path}: can't be loaded", ValueError, ImportError, KeyError):
+    with user_errors(f"model {path}: can't be loaded", ValueError, ImportError, KeyError, RuntimeError, SafetensorError):
         config = transformers.AutoConfig.from_pretrained(path, **options)
         name = (getattr(config, "architectures", None) or [""])[0]
         kind = getattr(transformers, name, transformers.AutoModel)
