@@ -229,6 +229,10 @@ def test_missing_checkpoints_are_refused(run: tuple[Path, list[dict[str, Tensor]
         merge_checkpoints([*paths_of(folder, 10), str(folder / "ba30-rank0.pt")], out)
     with pytest.raises(UserError, match=r"nothing: expected 1 complete; .*/nothing is not there, or empty"):
         merge_checkpoints([str(folder), str(tmp_path / "nothing")], out)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported/config.json").touch()
+    with pytest.raises(UserError, match=r"expected 1 complete; .*/exported holds none \(an export is no checkpoint\)$"):
+        merge_checkpoints([str(folder), str(tmp_path / "exported")], out)
 
 
 def test_weights_equal_a_decay_of_the_learning_rate() -> None:

@@ -102,10 +102,11 @@ def _find(path: str, last: int | None) -> list[tuple[str, Manifest]]:
         found = list(islice(filter(None, stable_checkpoints(folder) if batch is None and last else named), count))
         if len(found) < count:
             expected = f"expected {count} complete{' of its stable phase' * (batch is None and last is not None)}"
-            batches = ", ".join(map(str, reversed(manifest_batches(store.list())))) or "none"
-            advice = "A run deletes those beyond checkpoint.keep, except at batches in checkpoint.keep_at"
-            got = f"got {len(found)} of batches {batches} in {folder}. {advice}"
-            raise UserError(f"checkpoint {path}: {expected}; {got if store.list() else f'{folder} is not there, or empty'}")
+            got = f"{folder} {'holds none (an export is no checkpoint)' if store.list() else 'is not there, or empty'}"
+            if batches := ", ".join(map(str, reversed(manifest_batches(store.list())))):
+                advice = "A run deletes those beyond checkpoint.keep, except at batches in checkpoint.keep_at"
+                got = f"got {len(found)} of batches {batches} in {folder}. {advice}"
+            raise UserError(f"checkpoint {path}: {expected}; {got}")
     return [(join(folder, manifest.path), manifest) for manifest in reversed(found)]
 
 
