@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from safetensors.numpy import save
 
 from biphasic.errors import UserError
 from biphasic.export.card import untrained_card
@@ -28,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     files = {
         EXPORT_FILE: b"{}",
         "config.json": b'{"model_type": "eurobert"}',
-        "model.safetensors": bytes(range(256)) * 40,
+        "model.safetensors": save({"weight": np.zeros(2540, "float32")}),
         "tokenizer.json": b"{}",
         "1_Pooling/config.json": b"{}",
         "onnx/model.onnx": b"graph" * 100,
@@ -185,6 +187,13 @@ def test_unusable_folders_and_names_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"notes\.txt: is a link"):
         push(folder, "org/encoder", dry_run=True)
     (folder / "notes.txt").unlink()
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (whole[:3000], whole[:5], b""):
+        weights.write_bytes(content)
+        with pytest.raises(UserError, match=rf"push {weights}: can't be read, so the model is not complete \(.*header"):
+            push(folder, "org/encoder", dry_run=True)
+    weights.write_bytes(whole)
     assert set(files_of(folder)) == UPLOADED
 
 

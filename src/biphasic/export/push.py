@@ -9,9 +9,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 # HTTPError is that of huggingface_hub's HTTP client, which has changed before.
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors import SafetensorError, safe_open
 
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, quote_numbers, read_card
+from biphasic.storage import user_errors
 
 _EXCLUDED = (".*", "*.partial", "*.tmp", "*.lock", "*.incomplete", "__pycache__", "*.pyc", "*~")
 """Patterns for files and folders that are not part of an export."""
@@ -77,7 +79,7 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files to upload, by name in the repository; a UserError for a link, which may point outside."""
+    """Return the files to upload, by name in the repository; a UserError for a link (to anywhere) or incomplete weights."""
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -86,6 +88,9 @@ def files_of(folder: Path) -> dict[str, Path]:
         if path.is_symlink():
             raise UserError(f"push {path}: is a link; replace it by the file itself, or remove it")
         if path.is_file():
+            if path.suffix == ".safetensors":  # a copy that was interrupted is shorter than its header says
+                with user_errors(f"push {path}: can't be read, so the model is not complete", SafetensorError):
+                    safe_open(path, "np")
             files[name.as_posix()] = path
     return files
 
