@@ -7,8 +7,9 @@
 # same command resumes after an interruption.
 set -euo pipefail
 (($# >= 1)) || { echo "usage: run.sh DECODER [STEPS] [key=value ...]" >&2; exit 2; }
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 decoder=$1 steps=12000
+if [[ -d $decoder ]]; then decoder=$(cd "$decoder" && pwd); fi # a folder is relative to where the command was given
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 shift
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then
     steps=$1

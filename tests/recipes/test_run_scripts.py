@@ -143,3 +143,18 @@ def test_a_script_of_one_s_own_does_nothing_after_its_end(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         assert (said in done.stdout) == ends
         assert (tmp_path / "checkpoints/latest-rank0.pt").resolve().name.endswith("-ba2-rank0.pt")
+
+
+def test_a_decoder_s_folder_is_relative_to_where_the_script_is_started(tmp_path: Path) -> None:
+    """The script goes to the repository. Its two programs only say what they were given."""
+    (tmp_path / "bin").mkdir()
+    for program, status in (("python", 0), ("biphasic", 3)):
+        (tmp_path / "bin" / program).write_text(f'#!/bin/bash\necho "{program} $*" >&2\nexit {status}\n')
+        (tmp_path / "bin" / program).chmod(0o755)
+    (tmp_path / "decoder").mkdir()
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    for given, expected in (("./decoder", f"{tmp_path}/decoder"), ("org/decoder", "org/decoder")):
+        command = [ROOT / "recipes" / "continue_decoder" / "run.sh", given, "10"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 3, done.stderr
+        assert f"python - {expected}\n" in done.stderr and f" tokenizer={expected} " in done.stderr
