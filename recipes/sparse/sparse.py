@@ -22,10 +22,15 @@ def train(options: argparse.Namespace) -> Any:
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
     from sentence_transformers.sparse_encoder.modules import SpladePooling
+    from transformers import set_seed
 
+    set_seed(options.seed)  # the weights of an MLM head, where the encoder has none
     # `SparseEncoder(ENCODER)` would take the export's mean pooling, and add an autoencoder to it.
     settings = {"model_max_length": options.max_length}
     transformer = Transformer(str(options.encoder), transformer_task="fill-mask", processor_kwargs=settings)
+    classes = transformer.auto_model.config.architectures or []
+    if not any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in classes):
+        print(f"WARNING: {options.encoder}: its files have no MLM head: a random one is trained", file=sys.stderr)
     model = SparseEncoder(modules=[transformer, SpladePooling("max")])
     arguments, pairs = trainer_inputs(SparseEncoderTrainingArguments, options, model)
     loss = SpladeLoss(

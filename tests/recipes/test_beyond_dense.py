@@ -19,7 +19,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -263,6 +271,25 @@ def test_texts_longer_than_the_table_of_positions(
     assert recipe.train(parser.parse_args(["--max-length", "24"])) is not None
     with pytest.raises(UserError, match=f"^--max-length 25: expected at most 24, the positions of {tmp_path}$"):
         recipe.train(parser.parse_args(["--max-length", "25"]))
+
+
+@pytest.mark.parametrize("recipe", ["sparse"], indirect=True)
+def test_a_new_mlm_head_is_named_and_drawn_by_the_seed(
+    recipe: ModuleType, dense_ranking: ModuleType, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warning = f"WARNING: {tmp_path}: its files have no MLM head: a random one is trained\n"
+    keys = {"pairs": pairs, "encoder": tmp_path, "out": tmp_path / "out", "steps": 1, "batch_size": 4, "max_length": 9}
+    parser = dense_ranking.recipe_parser("", **keys, lr=0.0, scale=0.05, regularizer=0.0)
+    heads = []
+    for saved, seed in ((BertForMaskedLM, 0), (BertModel, 0), (BertModel, 0), (BertModel, 1)):
+        bert_tokenizer(tmp_path)
+        saved(BertConfig(vocab_size=65, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)).save_pretrained(
+            tmp_path
+        )
+        model = recipe.train(parser.parse_args(["--seed", str(seed)]))
+        assert (warning in capsys.readouterr().err) == (saved is BertModel)
+        heads.append(model[0].auto_model.cls.predictions.transform.dense.weight)
+    assert torch.equal(heads[1], heads[2]) and not torch.equal(heads[1], heads[3])
 
 
 def test_a_run_file_is_read_in_the_order_of_its_scores(dense_ranking: ModuleType, tmp_path: Path) -> None:
