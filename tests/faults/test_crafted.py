@@ -230,6 +230,7 @@ def test_a_model_s_own_code_runs_only_with_its_key(tmp_path: Path, caplog: pytes
     code = f"import os\nos.mkdir({str(canary)!r})\nfrom transformers import PretrainedConfig\n"
     (folder / "own.py").write_text(f"{code}class OwnConfig(PretrainedConfig):\n    model_type = 'own'\n")
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    (folder / "model.safetensors").touch()
     with pytest.raises(UserError, match="can't be loaded"):
         load_hf_config(str(folder))
     assert not canary.exists()

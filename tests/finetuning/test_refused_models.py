@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, BloomConfig, Qwen3ForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomModel, Qwen3ForCausalLM
 
+from biphasic.config.evaluate import EvaluateConfig
+from biphasic.config.load import load
 from biphasic.errors import UserError
+from biphasic.evaluation.plan import plan_evaluation
 from biphasic.finetuning.run import run
+from biphasic.finetuning.trial import check_trial
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_embedder, load_encoder
 from biphasic.model.probe import is_bidirectional
 from biphasic.model.text_tokenizer import load_text_tokenizer
 from helpers.families import bert, qwen3
+from helpers.tiny import ROOT
 from helpers.toy_sets import config_of
 
 
@@ -67,7 +72,7 @@ def test_a_decoder_s_own_embeddings_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_family_without_a_maximum_length_is_refused(tmp_path: Path) -> None:
-    BloomConfig(vocab_size=65, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    BloomModel(BloomConfig(vocab_size=65, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"bloom isn't supported: it has no max_position_embeddings"):
         load_text_tokenizer(str(tmp_path))
 
@@ -92,11 +97,27 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         load_encoder(str(incomplete))
 
 
-@pytest.mark.parametrize("load", [load_encoder, load_language_model])
-def test_a_bad_configuration_is_refused_in_one_line(tmp_path: Path, load: Callable[[str], Any]) -> None:
+def test_weights_that_are_not_there_are_refused_by_plans_and_starts_alike(tmp_path: Path, toy: Path) -> None:
+    """tests/model/test_stored_weights.py has the other folders."""
+    folder = shutil.copytree(toy / "start", tmp_path / "model")
+    finetuning = config_of("sst2", toy / "tasks", folder, tmp_path)
+    evaluation = load(ROOT / "yamls" / "evaluate" / "quick.yaml", [f"model.path={folder}"])
+    assert isinstance(evaluation, EvaluateConfig)
+    assert not check_trial(finetuning) and not plan_evaluation(evaluation).problems
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    [problem] = plan_evaluation(evaluation).problems
+    assert problem.endswith("fetch them with git lfs pull")
+    for refuse in (lambda: check_trial(finetuning), lambda: load_encoder(str(folder))):
+        with pytest.raises(UserError) as refused:
+            refuse()
+        assert str(refused.value) == problem
+
+
+@pytest.mark.parametrize("read", [load_encoder, load_language_model])
+def test_a_bad_configuration_is_refused_in_one_line(tmp_path: Path, read: Callable[[str], Any]) -> None:
     folder = qwen3(tmp_path / "qwen3")
     config = json.loads((folder / "config.json").read_text()) | {"hidden_size": "wide"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"can't be loaded .*field 'hidden_size'.*value: 'wide'") as caught:
-        load(str(folder))
+        read(str(folder))
     assert "\n" not in str(caught.value)

@@ -203,6 +203,7 @@ ABSENT = "its config.json doesn't have, e.g."
     ("saved", "weights", "config", "problem"),
     [
         ({}, {"lm_head.weight": None}, {}, "lack 1 .*lm_head.weight, that .* set tie_word_embeddings: true there"),
+        ({}, {"lm_head.weight": None, "model.norm.weight": None}, {}, "lack 2 weights, e.g. lm_head.weight, that .* needs$"),
         (BIASED, {}, dict.fromkeys(BIASED, False), f"14 weights that {ABSENT} model.layers.0.mlp.down_proj.bias"),
         ({}, {"lm_head.bias": torch.ones(WORDS)}, {}, f"{ABSENT} lm_head.bias"),
         ({}, {}, {"num_hidden_layers": 1}, f"9 weights that {ABSENT} model.layers.1.* correct num_hidden_layers"),

@@ -15,14 +15,8 @@ from biphasic.config.phase_inputs import phase_key
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streams import StreamRecord
 from biphasic.durations import BatchShape, Duration
-from biphasic.model.architecture import (
-    RANKS_OF_A_MACHINE,
-    Architecture,
-    quantized_problem,
-    rows_problem,
-    scaled_rope,
-    shard_ranks,
-)
+from biphasic.model.architecture import RANKS_OF_A_MACHINE, Architecture, rows_problem, scaled_rope, shard_ranks
+from biphasic.model.stored_weights import read_json, weights_problem
 from biphasic.timeline import decay_start, resolve_phases
 
 
@@ -75,15 +69,17 @@ def plan(
     records: Mapping[str, StreamRecord] = MappingProxyType({}),
     start: StartPlan | None = None,
 ) -> JobPlan:
-    """Compute the plan of a pretraining run. Of a local folder that `model.init_from` names, reads only `config.json` and
-    the headers of the weights.
+    """Compute the plan of a pretraining run. Of a local `model.init_from`, reads only small files.
 
     Token counts include padding, up to 1% of the positions with `documents` packing. If durations are in tokens, the
     run therefore takes up to 1% more batches than shown. Values that depend on data are None. `records` are the known
     conversion records of the datasets, by key.
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
-    content = _config_content(config.model.init_from)
+    source = config.model.init_from
+    content = {} if source is None else read_json(Path(source, "config.json"))
+    if source is not None and (start is None or start.checkpoint is None):  # else it isn't read
+        run_plan.problems += filter(None, [weights_problem(source)])
     rows = config.longest_row, config.model.max_position_embeddings
     if (problem := rows_problem(str(config.model.init_from), content, *rows)) is not None:
         run_plan.problems.append(problem)
@@ -174,14 +170,6 @@ def plan(
         run_plan.missing += filter(None, [start.missing])
         run_plan.warnings += filter(None, [start.unknown])
     return run_plan
-
-
-def _config_content(path: str | None) -> dict[str, Any]:
-    """Return the content of `config.json` if `path` is a local Hugging Face folder; otherwise an empty dictionary."""
-    try:
-        return dict(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8"))) if path else {}
-    except (ValueError, TypeError, OSError):
-        return {}
 
 
 def _architecture(content: dict[str, Any]) -> Architecture | None:

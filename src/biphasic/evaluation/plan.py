@@ -6,6 +6,7 @@ from biphasic.amounts import format_bytes
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.plan import JobPlan
 from biphasic.errors import UserError
+from biphasic.model.stored_weights import weights_problem
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
 
@@ -17,6 +18,8 @@ def plan_evaluation(config: EvaluateConfig) -> JobPlan:
     lines["model"] = path + (" (read when it starts)" if is_remote(path) else "")
     if not Path(path).exists() and (reason := why_missing(path, config.model.revision)):
         job_plan.missing.append(f"model.path {path}: {reason}")
+    elif (problem := weights_problem(path)) is not None:
+        job_plan.problems.append(problem)
     job_plan.missing += [f"sets {path}: there is no such folder" for path in config.sets if not Path(path).is_dir()]
     if config.mirror is not None and not Path(config.mirror).is_dir():
         job_plan.missing.append(f"mirror {config.mirror}: there is no such folder")

@@ -12,6 +12,7 @@ from biphasic.model.architecture import quantized_problem, rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_weights
 from biphasic.model.hf_config import config_content, is_decoder_export, is_papers, load_hf_config, model_folder
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
+from biphasic.model.stored_weights import names_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_error
 
@@ -108,9 +109,9 @@ def load_network(
             missing.append(name)
     if missing:
         lacking = f"its files lack {len(missing)} weights, e.g. {missing[0]}, that its config.json needs"
-        if missing[0] in ("lm_head.weight", "decoder.weight"):
+        if missing in (["lm_head.weight"], ["decoder.weight"]):
             lacking += ": if it is the embedding, set tie_word_embeddings: true there"
-        raise UserError(f"model {path}: {lacking}")
+        raise UserError(f"model {path}: {names_problem(info['unexpected_keys']) or lacking}")
     parts = {name for part in (network, network.base_model) for name, _ in part.named_children()} - {"pooler"}
     prefix = f"{network.base_model_prefix}."
     unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]

@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from biphasic.errors import first_line
+from biphasic.errors import UserError, first_line
 from biphasic.model.checkpoint import is_checkpoint, read_record, require_no_checkpoints
+from biphasic.model.stored_weights import weights_problem
 from biphasic.storage import cached_file_hash, user_error
 from biphasic.storage.hub import require_model
 
@@ -33,7 +34,7 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     """Load the Hugging Face configuration of a model; for the export of a decoder, in the decoder's class.
 
     Arguments are as in `load_language_model`. Raises a UserError if it is missing, of an unknown family, or has values that
-    are invalid for the family.
+    are invalid for the family, or if the folder shows that its weights can't be loaded.
     """
     if is_checkpoint(path):
         return hf_config_from_json(read_record(path)["backbone"])
@@ -42,6 +43,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
 
     require_model(path, revision)
     require_no_checkpoints(path)
+    if (problem := weights_problem(path)) is not None:
+        raise UserError(problem)
     try:
         content = config_content(path, revision)
         if is_papers(content):
