@@ -1,7 +1,8 @@
-"""Where a run starts, from manifests alone."""
+"""Where a run starts, from manifests and the indexes of its data."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from biphasic.config.base import flatten
 from biphasic.config.load import dump
 from biphasic.config.plan import StartPlan, plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.streams import index_hashes
 from biphasic.errors import UserError
 from biphasic.preflight import disk_needs
 from biphasic.storage import open_store
@@ -32,14 +34,15 @@ BATCH_TOKENS = 240
 """Tokens in a batch of 256 positions."""
 
 
-def write_manifests(config: PretrainConfig, *batches: int, folder: Path | None = None) -> Path:
+def write_manifests(config: PretrainConfig, *batches: int, folder: Path | None = None, on_its_data: bool = False) -> Path:
     """Write the manifests of a run that has trained so far; their checkpoints have no files."""
     folder = folder or Path(config.checkpoint_destination)
     folder.mkdir(parents=True, exist_ok=True)
+    indexes = index_hashes(config.streams) if on_its_data else {"data.train.index": "x"}
     for batch in batches:
         counts = {"rows": 8 * batch, "tokens": BATCH_TOKENS * batch, "epochs": 0}
         last = [batch - 1, 8 * (batch - 1), BATCH_TOKENS * (batch - 1), 0]
-        recorded = {"config": config.model_dump(mode="json"), "indexes": {"data.train.index": "x"}, "overridden": []}
+        recorded = {"config": config.model_dump(mode="json"), "indexes": indexes, "overridden": []}
         manifest = Manifest(
             batch, f"ba{batch}-rank0.pt", {}, {"name": config.run_name, **recorded, **counts, "last_batch": last}
         )
@@ -246,7 +249,7 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     continued = config_of(write_yaml("continued", **keys, model={"init_from": "org/encoder"}))
     assert ResumeGuard(continued).plan_start() == StartPlan(0, None, "the weights of org/encoder")
     trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
-    folder = write_manifests(trunk, 10, 20)
+    folder = write_manifests(trunk, 10, 20, on_its_data=True)
     path = write_yaml(
         "branch", max_duration="24ba", **{**keys, "schedule": {**STABLE, "decay": "8ba"}}, start_from=str(folder)
     )
@@ -270,12 +273,13 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     own, each = config_of(path).local_checkpoints, plan(trunk, 1).details["checkpoints"]["bytes_each"]
     assert disk_needs(config_of(path)) == [(own, 14 * each)]
     # Its own checkpoint comes first.
-    write_manifests(config_of(path), 12)
+    write_manifests(config_of(path), 12, on_its_data=True)
     newest = f"{config_of(path).checkpoint_destination}/ba12-rank0.pt"
     assert ResumeGuard(config_of(path)).plan_start() == StartPlan(12, newest, "its own newest checkpoint")
     # A share that moves the end of a phase that is done.
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
-    write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
+    shorter = config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE))
+    write_manifests(shorter, 15, on_its_data=True)
     longer = ResumeGuard(
         config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE))
     ).plan_start()
@@ -311,6 +315,29 @@ def test_a_plan_refuses_a_start_from_as_the_start_does(
     monkeypatch.chdir(tmp_path)
     problems, missing, _ = planned("runs/later")
     assert not problems and "start_from: runs/later: it holds no checkpoint" in missing[0]
+
+
+def test_a_plan_compares_the_rows_as_the_start_does(write_yaml: Write, tmp_path: Path) -> None:
+    """Those of a bucket are compared when the run starts."""
+    keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
+    trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
+    folder = write_manifests(trunk, 10, on_its_data=True)
+    copy = shutil.copytree(trunk.streams["data.train"].local, tmp_path / "copy")
+    paths = [write_yaml(name, max_duration="30ba", **keys, data__train__local=str(copy), start_from=start_from)
+             for name, start_from in (("trunk", None), ("branch", str(folder)))]  # fmt: skip
+    own, branch = map(config_of, paths)
+    assert [ResumeGuard(config).plan_start().batch for config in (own, branch)] == [10, 10]
+    with (copy / "index.json").open("a") as file:
+        file.write(" ")
+    manifest, indexes = read_manifest(open_store(str(folder)), "ba10.json"), index_hashes(own.streams)
+    with pytest.raises(UserError, match=r"data\.train\.index: '.*' until now") as resumed:
+        ResumeGuard(own).require_same_past(manifest, indexes)
+    with pytest.raises(UserError, match=r"ba10-rank0\.pt was trained on other rows: data\.train\.index is") as branched:
+        ResumeGuard(branch).require_rows_of_branch_point(str(folder / "ba10-rank0.pt"), manifest, indexes)
+    assert ResumeGuard(own).plan_start() == StartPlan(problem=str(resumed.value))
+    assert ResumeGuard(branch).plan_start() == StartPlan(problem=str(branched.value))
+    shutil.rmtree(copy)  # what is missing, other checks report
+    assert [ResumeGuard(config).plan_start().batch for config in (own, branch)] == [10, 10]
 
 
 def test_the_place_in_the_data_is_not_lost(write_yaml: Write) -> None:

@@ -18,6 +18,7 @@ from biphasic.config.history import Difference, compare_pasts, first_difference,
 from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.streams import INDEX, index_hashes
 from biphasic.durations import TrainingProgress
 from biphasic.errors import Missing, Unavailable, UserError, first_line
 from biphasic.storage import is_remote, join, open_store, user_errors
@@ -140,6 +141,12 @@ class ResumeGuard:
             if recorded.get(key) != indexes.get(key) and any(within(key, section) for section in begun):
                 yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
 
+    def _indexes_here(self, manifest: Manifest) -> dict[str, str]:
+        """Return the hashes of the local streams' indexes; those of others are taken to be the checkpoint's."""
+        streams = self.config.streams.items()
+        local = {key: each for key, each in streams if each.remote is None and Path(each.local, INDEX).is_file()}
+        return {**manifest.run["indexes"], **index_hashes(local)}
+
     def find_branch_point(self) -> tuple[str, Manifest]:
         """Find the newest complete checkpoint of another run whose past is this run's own past.
 
@@ -184,7 +191,7 @@ class ResumeGuard:
         raise UserError(f"start_from: {path}: {reason}")
 
     def plan_start(self) -> StartPlan:
-        """Return where the run would start, from the manifests alone. Hashes and data are checked when it starts."""
+        """Return where the run would start, from manifests and indexes of local data. Files are checked when it starts."""
         config, destination = self.config, self.config.checkpoint_destination
         try:
             checkpoints = self.own_checkpoints(newest_first(open_store(destination)))
@@ -192,7 +199,7 @@ class ResumeGuard:
                 require_moved(config.local_checkpoints, open_store(destination))
             own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
             if own is not None:
-                self.require_same_past(own, own.run["indexes"])
+                self.require_same_past(own, self._indexes_here(own))
                 return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
         except OSError as error:
             return StartPlan(unknown=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
@@ -202,6 +209,7 @@ class ResumeGuard:
             if config.start_from is not None:
                 folder, manifest = self.find_branch_point()
                 path, name = join(folder, manifest.path), manifest.run["name"]
+                self.require_rows_of_branch_point(path, manifest, self._indexes_here(manifest))
                 return StartPlan(manifest.batch, path, f"of {name}, by start_from", is_branch=True)
         except Unavailable as error:
             return StartPlan(unknown=str(error))

@@ -15,7 +15,7 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 from biphasic.data.mds_reader import ShardError, shard_file
 from biphasic.data.streams import CONVERSION_STARTED, INDEX, RowStream, read_index, split_conversion_path
 from biphasic.errors import Unavailable, UserError, first_line
-from biphasic.storage import atomic_path, file_hash, is_inside, is_unreachable, open_store, user_errors
+from biphasic.storage import atomic_path, is_inside, is_unreachable, open_store, user_errors
 from biphasic.storage.buckets import azure_account
 from biphasic.versions import require_form
 
@@ -172,11 +172,6 @@ def open_stream(stream: RowStream) -> CheckedStream:
         download_retry=_DOWNLOAD_ATTEMPTS,
         download_timeout=_DOWNLOAD_TIMEOUT,
     )
-
-
-def index_hashes(streams: dict[str, RowStream]) -> dict[str, str]:
-    """Return the hash of each opened dataset's index. It lists all shards, so the same hash means the same rows."""
-    return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
 def require_shards(stream: RowStream, only_first: bool = False) -> None:

@@ -10,7 +10,7 @@ from posixpath import basename, dirname
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.storage import is_remote, open_store, user_errors
+from biphasic.storage import file_hash, is_remote, open_store, user_errors
 
 CONVERSION_RECORD = "conversion.json"
 """File name of a conversion's record, which is written last: if it exists, the output is complete."""
@@ -103,6 +103,11 @@ def read_index(dataset: str) -> dict[str, Any]:
     """Return the content of a dataset's index, which lists its shards. Raises a UserError if it can't be read."""
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
         return json.loads(open_store(dataset).read(INDEX))
+
+
+def index_hashes(streams: Mapping[str, RowStream]) -> dict[str, str]:
+    """Return the hash of each opened dataset's index. It lists all shards, so the same hash means the same rows."""
+    return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
 def opened_streams(streams: Mapping[str, RowStream]) -> tuple[dict[str, RowStream], list[str]]:

@@ -23,9 +23,8 @@ from biphasic.config.phase_inputs import phase_key
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.batches import PhaseRows, TrainingBatches
-from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
-from biphasic.data.streams import opened_streams, read_conversions
+from biphasic.data.streams import index_hashes, opened_streams, read_conversions
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.devices import describe_machine_once, is_out_of_memory, rank_device
 from biphasic.durations import TrainingProgress
