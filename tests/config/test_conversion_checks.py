@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.config.conversion_checks import RowChecks, check_rows
+from biphasic.config.conversion_checks import RowChecks, check_rows, initial_vocabulary_problem
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.errors import ConfigError
+from biphasic.errors import ConfigError, UserError
+from biphasic.initial_model import build_language_model
 from helpers.decoders import saved_decoder
 from helpers.texts import write_tokenizer
 from helpers.tiny import ROOT
@@ -55,6 +56,11 @@ def checks_of(data: Path, *overrides: str) -> RowChecks:
     config = load(QUICKSTART, [*overrides_of(data), *overrides])
     assert isinstance(config, PretrainConfig)
     return check_rows(config)
+
+
+def initial(model: Path) -> list[str]:
+    keys = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
+    return [*(f"model.{key}=null" for key in keys), f"model.init_from={model}"]
 
 
 def test_rows_that_fit(data: Path) -> None:
@@ -156,8 +162,7 @@ def test_rows_without_the_bos_of_a_decoder_s_tokenizer_are_warned_of(data: Path,
     decoder = tmp_path / "decoder"
     saved_decoder("llama", decoder)
     shutil.copytree(data / "tokenizer", decoder, dirs_exist_ok=True)
-    loaded = [f"model.{key}=null" for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")]
-    loaded.append(f"model.init_from={decoder}")
+    loaded = initial(decoder)
     assert checks_of(data, *loaded).warnings == []
     settings = json.loads((decoder / "tokenizer_config.json").read_text())
     (decoder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
@@ -169,3 +174,36 @@ def test_rows_without_the_bos_of_a_decoder_s_tokenizer_are_warned_of(data: Path,
         assert checks_of(data, *loaded).warnings == []
     finally:
         (data / "conversion.json").write_text(json.dumps(record))
+
+
+def test_a_plan_compares_the_model_s_tokenizer_as_the_start_does(data: Path, tmp_path: Path) -> None:
+    model, own = tmp_path / "model", load_tokenizer(str(data / "tokenizer"))
+    saved_decoder("llama", model, vocab_size=WORDS, max_position_embeddings=512)
+
+    def planned(*overrides: str) -> str | None:
+        """Return the problem that plan and start have."""
+        config = load(QUICKSTART, [*overrides_of(data), *initial(model), *overrides])
+        assert isinstance(config, PretrainConfig)
+        problem = initial_vocabulary_problem(config, own)
+        if problem is None:
+            build_language_model(config.model, 512, 0, own)
+        else:
+            with pytest.raises(UserError) as refused:
+                build_language_model(config.model, 512, 0, own)
+            assert str(refused.value) == problem
+        return problem
+
+    assert planned() is None  # a model without a tokenizer can't be compared
+    shutil.copytree(data / "tokenizer", model, dirs_exist_ok=True)
+    assert planned() is None
+    assert "already has the tokenizer" in str(planned("model.new_vocabulary=overlap"))
+    content = json.loads((model / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    problem = planned()
+    assert problem is not None and f"is not that of model.init_from, {model} (2 ids are those of other tokens)" in problem
+    assert planned("model.new_vocabulary=overlap") is None
+    command = [sys.executable, str(ROOT / "src" / "main.py"), QUICKSTART, "--plan", *overrides_of(data), *initial(model)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and f"\n  PROBLEM        {problem}\n" in run.stdout

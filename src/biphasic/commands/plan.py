@@ -75,7 +75,7 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.checkpointing.start_rules import ResumeGuard
-    from biphasic.config.conversion_checks import RowChecks, check_rows, stored_row_problems
+    from biphasic.config.conversion_checks import RowChecks, check_rows, initial_vocabulary_problem, stored_row_problems
     from biphasic.config.plan import StartPlan, plan
     from biphasic.data.streams import read_conversions
     from biphasic.storage import is_remote
@@ -103,11 +103,14 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    run_plan, checks = plan(config, ranks, results["records"], results["start"]), results["rows"]
+    start, checks = results["start"], results["rows"]
+    run_plan = plan(config, ranks, results["records"], start)
     run_plan.warnings += checks.warnings
     run_plan.missing += checks.missing
     # Not with the others, because their time may be over before the library that decodes shards is imported.
     local = {key: stream for key, stream in config.splits.items() if not is_remote(stream.remote or stream.local)}
     rows = stored_row_problems(local, config.row_lengths, checks.tokenizer, first_shards=True)
+    if start is None or start.checkpoint is None:
+        run_plan.problems += filter(None, [initial_vocabulary_problem(config, checks.tokenizer)])
     run_plan.problems += dict.fromkeys([*checks.problems, *rows, *faults])
     return run_plan

@@ -10,6 +10,7 @@ from typing import Any
 from biphasic.config.model import architecture_of
 from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.same_vocabulary import vocabulary_problem
 from biphasic.data.streams import (
     CONVERSION_RECORD,
     CONVERSION_STARTED,
@@ -73,6 +74,16 @@ def bos_warning(place: str, conversions: Conversions) -> str | None:
             problem = f"its tokenizer puts {name} (BOS) before each text, and the rows of {without[0]} have none"
             advice = "if the model was trained with it, convert the text with add_bos=true"
             return f"model.init_from {place}: {problem}: {advice}"
+    return None
+
+
+def initial_vocabulary_problem(config: PretrainConfig, tokenizer: Tokenizer | None) -> str | None:
+    """Return why the model in the local folder `init_from` doesn't fit the run's tokenizer; None also if one isn't known."""
+    source, rebuild = config.model.init_from, config.model.new_vocabulary is not None
+    # Checkpoints and runs name their tokenizer in files that need torch.
+    if source is not None and tokenizer is not None and Path(source, "config.json").is_file():
+        with suppress(UserError):
+            return vocabulary_problem(source, load_tokenizer(source), tokenizer, rebuild=rebuild)
     return None
 
 

@@ -7,14 +7,12 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from biphasic.data.same_vocabulary import vocabulary_problem
 from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.language_model import LanguageModel
 from biphasic.ranks import is_first_rank
-
-_TEXTS, _TEXT_TOKENS = 500, 8
-"""Number of texts that two tokenizers are compared on, and of tokens that one is made of."""
 
 
 def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild: bool) -> None:
@@ -29,39 +27,14 @@ def fit_vocabulary(model: LanguageModel, place: str, new: Tokenizer, *, rebuild:
         if rebuild:
             raise UserError(f"model.new_vocabulary: needs the tokenizer of {place}: {error}") from None
         old = new  # can't be compared
+    if (problem := vocabulary_problem(place, old, new, rebuild=rebuild)) is not None:
+        raise UserError(problem)
     if rebuild:
-        if old.sha256 == new.sha256:
-            raise UserError(f"model.new_vocabulary: {place} already has the tokenizer {new.source}: remove the key")
         _rebuild(model, old, new)
-    elif old.sha256 != new.sha256 and (difference := _difference(old, new)):
-        problem = f"{new.source} is not that of model.init_from, {place} ({difference})"
-        advice = "or set model.new_vocabulary=overlap to rebuild embedding and head"
-        raise UserError(f"tokenizer: {problem}: convert the data with the model's own, {advice}")
     rows = model.lm_head.out_features
     if rows < new.vocab_size and is_first_rank():
         print(f"model.init_from: its {rows:,} tokens become {new.vocab_size:,}, the new ones with the mean of all vectors")
     model.resize_token_embeddings(new.vocab_size)
-
-
-def _difference(old: Tokenizer, new: Tokenizer) -> str:
-    """Return how a tokenizer differs from `old`, or an empty text. Tokens may be added, and special ones be renamed.
-
-    Encodings of texts are compared too: another normalizer, pre-tokenizer or order of merges also gives other ids.
-    """
-    names = {token_id: token for token, token_id in old.tokenizer.get_vocab().items()}
-    names |= dict.fromkeys((*old.special_ids, *new.special_ids))
-    vocabulary = new.tokenizer.get_vocab().items()
-    if other := sum(names.get(token_id, token) not in (token, None) for token, token_id in vocabulary):
-        return f"{other:,} ids are those of other tokens"
-    ids = [token_id for token_id, name in sorted(names.items()) if name is not None]
-    for start in range(0, len(ids), max(len(ids) // _TEXTS, _TEXT_TOKENS)):
-        text = old.tokenizer.decode(ids[start : start + _TEXT_TOKENS])
-        [before], [after] = old.encode([text]), new.encode([text])
-        if before != after and all(token_id in names for token_id in after):
-            shown = [[tokenizer.tokenizer.id_to_token(id) for id in part[:_TEXT_TOKENS]]
-                     for tokenizer, part in ((new, after), (old, before))]  # fmt: skip
-            return f"of {text!r} it makes {shown[0]}, and the model's {shown[1]}"
-    return ""
 
 
 def _rebuild(model: LanguageModel, old: Tokenizer, new: Tokenizer) -> None:
