@@ -12,8 +12,6 @@ from typing import Any
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where transformers looks for weights, in its order."""
 _OTHER_FORMATS = ("*.gguf", "*.onnx", "onnx/*.onnx")
-_LARGEST_HEADER = 100_000_000
-"""Bytes, as safetensors has it."""
 _MERGE = "merge it into its base model (merge_and_unload of peft), and save that"
 
 
@@ -51,8 +49,8 @@ def _problem(folder: Path, config: dict[str, Any]) -> str | None:
             first = opened.read(8)
             if first == b"version ":
                 return f"{shard} is a pointer of Git LFS instead of weights: fetch them with git lfs pull"
-            if shard == "model.safetensors":
-                names = json.loads(opened.read(min(int.from_bytes(first, "little"), _LARGEST_HEADER)))
+            if shard == "model.safetensors":  # a header has at most 100 MB
+                names = json.loads(opened.read(min(int.from_bytes(first, "little"), 10**8)))
     # A model's own code may give any names.
     return None if "auto_map" in config else names_problem(name for name in names if name != "__metadata__")
 
