@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
+from helpers import attention_on_cpu  # noqa: F401 - the backends of `gradients`
 
 TESTED_FAMILIES = (
     *("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text"),

@@ -239,10 +239,10 @@ def test_quantized_weights_without_their_configuration_are_refused(
     scale = {f"{name}_scale": torch.ones(1)} if dtype.is_floating_point else {}
     save_file(weights | {name: weights[name].to(dtype), **scale}, tmp_path / "model" / file, metadata={"format": "pt"})
     problem = rf"{name} in {file} has type [IF]\d+(_E4M3)?, and config.json has no quantization_config: expected weights"
-    with pytest.raises(UserError, match=rf"^model {tmp_path}/model: can't be loaded \({problem}"):
+    with pytest.raises(UserError, match=rf"^model {tmp_path}/model: {problem}"):
         load_language_model(str(tmp_path / "model"))
     [planned] = plan(config, 1).problems
-    assert re.match(rf"model\.init_from: {tmp_path}/model: {problem}", planned)
+    assert re.match(rf"model {tmp_path}/model: {problem}", planned)
     change_config(tmp_path / "model", quantization_config={"quant_method": "of a package"})
     assert plan(config, 1).problems == []
 

@@ -91,8 +91,6 @@ def plan(
     if content.get("per_layer_config"):
         problem = "its layers have different sizes (per_layer_config), which isn't supported"
         run_plan.problems.append(f"model.init_from: {config.model.init_from}: {problem}")
-    if content and (problem := quantized_problem(Path(str(config.model.init_from)), content)) is not None:
-        run_plan.problems.append(f"model.init_from: {config.model.init_from}: {problem}")
     architecture = architecture_of(config.model) or _architecture(content)
     if architecture is not None and config.model.new_vocabulary is not None:
         tokenizers = [stream.record["tokenizer"] for stream in records.values() if "tokenizer" in stream.record]

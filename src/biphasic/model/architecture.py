@@ -1,15 +1,12 @@
-"""What a model's configuration says: parameters, FLOPs, memory, how long its rotary positions are right, quantization.
+"""What a model's configuration says: parameters, FLOPs and memory, and how long its rotary positions are right.
 
 Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
@@ -210,23 +207,4 @@ def rows_problem(path: str, content: Mapping[str, Any], longest: int, max_positi
             f"data.sequence_length is {longest}, but {path} is for sequences of up to {positions} tokens: set "
             f"model.max_position_embeddings={longest}, and a larger model.rope_theta (recipes/long_context)"
         )
-    return None
-
-
-def quantized_problem(folder: Path, content: Mapping[str, Any]) -> str | None:
-    """Return why a folder's weights can't be read as numbers: they are quantized, and its config.json doesn't say how.
-
-    Reads the headers of its safetensors files, except those that are damaged, which loading reports.
-    """
-    if content.get("quantization_config"):
-        return None
-    for path in sorted([*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]):
-        with suppress(OSError, ValueError), path.open("rb") as file:
-            # The format's limit of 100 MB, since a file of another kind begins with any number.
-            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000)))
-            for name, tensor in sorted(header.items()):
-                # Buffers may have other types. Experts' weights are called `experts.down_proj`.
-                if name.endswith(("weight", "_proj")) and tensor["dtype"] not in ("F64", "F32", "F16", "BF16"):
-                    stored = f"{name} in {path.name} has type {tensor['dtype']}, and config.json has no quantization_config"
-                    return f"{stored}: expected weights in F32, F16 or BF16; dequantize the model first"
     return None

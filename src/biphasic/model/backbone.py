@@ -8,11 +8,11 @@ from torch import nn
 
 from biphasic.errors import UserError, first_line
 from biphasic.model import attention
-from biphasic.model.architecture import quantized_problem, rows_problem
+from biphasic.model.architecture import rows_problem
 from biphasic.model.checkpoint import is_checkpoint, read_weights
 from biphasic.model.hf_config import config_content, is_decoder_export, is_papers, load_hf_config, model_folder
 from biphasic.model.language_model import LanguageModel, from_hf_config, language_model_of, plain_rope
-from biphasic.model.stored_weights import names_problem
+from biphasic.model.stored_weights import names_problem, quantized_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import user_error
 

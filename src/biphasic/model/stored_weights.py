@@ -5,7 +5,8 @@ Imports neither torch nor transformers, so that plans say what the start would.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,36 @@ def _problem(folder: Path, config: dict[str, Any]) -> str | None:
         if not (folder / shard).is_file():
             return f"its {file.name} names {shard}, which isn't there: copy all files of the model"
         with (folder / shard).open("rb") as opened:
-            first = opened.read(8)
-            if first == b"version ":
+            if opened.read(8) == b"version ":
                 return f"{shard} is a pointer of Git LFS instead of weights: fetch them with git lfs pull"
-            if shard == "model.safetensors":  # a header has at most 100 MB
-                names = json.loads(opened.read(min(int.from_bytes(first, "little"), 10**8)))
+    if file.suffix == ".safetensors":
+        names = list(_header(file))
     # A model's own code may give any names.
-    return None if "auto_map" in config else names_problem(name for name in names if name != "__metadata__")
+    return (None if "auto_map" in config else names_problem(names)) or quantized_problem(folder, config)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return what a safetensors file says of its weights, by name."""
+    with file.open("rb") as opened:  # a header has at most 100 MB; other files begin with any number
+        header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8)))
+    return {name: weight for name, weight in header.items() if name != "__metadata__"}
+
+
+def quantized_problem(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return why a folder's weights can't be read as numbers: they are quantized, and its config.json doesn't say how.
+
+    Reads the headers of its safetensors files, except those that are damaged, which loading reports.
+    """
+    if config.get("quantization_config"):
+        return None
+    for file in sorted([*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]):
+        with suppress(OSError, ValueError):
+            for name, weight in sorted(_header(file).items()):
+                # Buffers may have other types. Experts' weights are called `experts.down_proj`.
+                if name.endswith(("weight", "_proj")) and weight["dtype"] not in ("F64", "F32", "F16", "BF16"):
+                    stored = f"{name} in {file.name} has type {weight['dtype']}, and config.json has no quantization_config"
+                    return f"{stored}: expected weights in F32, F16 or BF16; dequantize the model first"
+    return None
 
 
 def _without_weights(folder: Path, config: dict[str, Any]) -> str | None:
