@@ -328,7 +328,8 @@ def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
     [source_file] = find_files(source(file)).files
     with pytest.raises(DamagedFileError, match=rf"source .*a\.{ending}: is damaged after line \d+"):
         list(read_documents(source_file, OPTIONS))
-    [layout] = inspect_files([source_file], OPTIONS)
+    (file := tmp_path / f"b.{ending}").write_bytes(content[:4])
+    [layout] = inspect_files(find_files(source(file)).files, OPTIONS)
     assert str(layout.fault).startswith(f"source {file}: is damaged after line 0")
 
 

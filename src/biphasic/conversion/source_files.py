@@ -4,6 +4,7 @@ import codecs
 import io
 import posixpath
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ KINDS = ("parquet", *JSON_KINDS, "csv", "tsv", *TEXT_KINDS)
 """Suffixes of files that are read, in upper or lower case."""
 COMPRESSIONS = (".gz", ".zst")
 """Suffixes of compressed files; Parquet compresses by itself."""
-_COMPRESSED_BYTES = 1 << 17
+_PIECE_BYTES = {".gz": 1 << 16, ".zst": 1 << 13}
+"""Compressed bytes that are unpacked at once. Of a piece with an error zstd gives nothing; small ones make zlib slow."""
+_UNPACKED_BYTES = 1 << 16
 _READS = 32
 """Number of small files of a bucket that are read at the same time."""
 _TINY_BYTES = 1 << 13
@@ -130,12 +133,11 @@ def open_text(file: SourceFile, position: Callable[[], str]) -> Iterator[BinaryI
     import zstandard
 
     try:
-        packed = compression_of(file.path)
+        compression = compression_of(file.path)
         with hub_errors(), open_file(file, is_stream=True) as handle:
-            stream: Any = pa.CompressedInputStream(handle, "gzip") if packed == ".gz" else handle
-            stream = _ZstdReader(handle) if packed == ".zst" else stream
-            yield io.BufferedReader(stream, READ_BYTES)
-    except (OSError, EOFError, zstandard.ZstdError, pa.ArrowException) as error:
+            reader = io.BufferedReader(handle, READ_BYTES)
+            yield io.BufferedReader(_Unpacked(reader, compression), _UNPACKED_BYTES) if compression else reader
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException) as error:
         raise read_error(file, f"is damaged after {position()}", error) from error
 
 
@@ -167,36 +169,47 @@ def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
     return DamagedFileError(f"source {file.path}: {problem}")
 
 
-class _ZstdReader(io.RawIOBase):
-    """The content of a stream of one or several frames. Raises an EOFError where it ends within one.
+class _Unpacked(io.RawIOBase):
+    """The content of a stream of one or several compressed parts, which zeros may follow, as some stores pad files.
 
-    pyarrow refuses the windows of `zstd --long`, and zstandard's own reader takes a file cut short for a shorter one.
+    A read returns what one piece of the stream holds, so that an error takes nothing away from what stands before it.
+    pyarrow reads neither such zeros nor the windows of `zstd --long`. Raises an EOFError if the stream ends within a part.
     """
 
-    def __init__(self, stream: Any):
-        self._blocks, self._unpacked = _unpacked(stream), memoryview(b"")
+    def __init__(self, stream: BinaryIO, compression: str):
+        self._blocks, self._block = _unpacked(stream, compression), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        filled = 0
-        while filled < len(buffer) and (block := self._unpacked or next(self._blocks, None)):
-            size = min(len(buffer) - filled, len(block))
-            buffer[filled : filled + size], self._unpacked = block[:size], block[size:]
-            filled += size
-        return filled
+        self._block = self._block or memoryview(next(self._blocks, b""))
+        size = min(len(buffer), len(self._block))
+        buffer[:size], self._block = self._block[:size], self._block[size:]
+        return size
 
 
-def _unpacked(stream: Any) -> Iterator[memoryview]:
+def _unpacked(stream: BinaryIO, compression: str) -> Iterator[bytes]:
+    """Yield what is in the stream, in blocks that are not empty."""
     import zstandard
 
-    decompressor, frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW), None
-    while packed := stream.read(_COMPRESSED_BYTES):
-        while packed:
-            frame = frame or decompressor.decompressobj()
-            if block := frame.decompress(packed):
-                yield memoryview(block)
-            packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
+    is_gzip, is_start = compression == ".gz", True
+    part: Any = None
+    while packed := stream.read(_PIECE_BYTES[compression]):
+        # Zeros at the start are no padding: a file of zeros alone is damaged.
+        while packed := packed if part or is_start else packed.lstrip(b"\0"):
+            if part is None:
+                zstd = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+                part, is_start = zlib.decompressobj(16 + zlib.MAX_WBITS) if is_gzip else zstd.decompressobj(), False
+            before = part.copy() if is_gzip else part
+            try:
+                block = part.decompress(packed)
+            except zlib.error:
+                # zlib gives nothing of a piece with an error in it, so that it is repeated up to the error.
+                yield from filter(None, (before.decompress(bytes([byte])) for byte in packed))
+                raise
+            if block:
+                yield block
+            packed, part = (part.unused_data, None) if part.eof else (b"", part)
+    if part is not None:
         raise EOFError("the compressed data ends early")
