@@ -329,6 +329,30 @@ def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:
         read(file)
 
 
+_BROKEN = {
+    "a pair in the first line": '2,"two "inside" the field\nbut this line, is inside the field\nlast line, end"\n',
+    "one in the first line": '2,"a 5" pipe\nand, more"\n',
+    "a dialogue": '2,"He asked.\n"Is it?"\nAnd so, they left.\n"No, never," she said.\n"\n',
+    "backslashes": '2,"he said \\"hi\\" and, \\"yes\nthat is, all\\" of it"\n',
+    "more fields": '2,"No", he said, "is\nnot, closed"\n',
+}
+
+
+@pytest.mark.parametrize("broken", _BROKEN)
+def test_the_rest_of_a_broken_field_is_no_row(broken: str, tmp_path: Path) -> None:
+    for ending, separator in (("csv", ","), ("tsv", "\t")):
+        file = tmp_path / f"a.{ending}"
+        file.write_text(f"id,text\n1,one\n{_BROKEN[broken]}3,three\n".replace(",", separator))
+        with pytest.raises(DamagedFileError, match=rf"a\.{ending}, line 3: is damaged: a quotation mark"):
+            read(file)
+
+
+def test_rows_after_a_broken_one_whose_marks_are_paired(tmp_path: Path) -> None:
+    """A mark in a field without quotes is text."""
+    (tmp_path / "a.csv").write_text('id,text\n1,"two "inside" it"\n2,"two ""here"" of it"\n3,5" pipe\n4,"x" y\n5,five\n')
+    assert texts(read(tmp_path)) == ['two "here" of it', '5" pipe', "five"]
+
+
 def test_an_open_quotation_mark_does_not_take_the_rest_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_MAX_FIELD", 20)
     file = tmp_path / "a.csv"

@@ -284,10 +284,18 @@ def _json_object(values: Any, path: str, where: str, config: ConvertConfig, is_f
 
 
 def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
-    # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
-    lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
+    line, marks, delimiter = "", 0, _DELIMITERS[kind_of(file.path)]
+
+    def lines() -> Iterator[str]:
+        nonlocal line, marks
+        for content in _lines(file):
+            # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
+            line = content.decode("utf-8", "surrogateescape")
+            marks += line.count('"')
+            yield line
+
     csv.field_size_limit(_MAX_FIELD)
-    rows = csv.reader(lines, delimiter=_DELIMITERS[kind_of(file.path)], strict=True)
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     # A CSV file holds texts only, and filters may compare columns with numbers, true and false.
     numbers = {
@@ -296,28 +304,37 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Entry]:
         for value in (condition.min, condition.max, *(condition.any_of or []), *(condition.none_of or []))
         if value is not None and not isinstance(value, str)
     }
+    broken = ""  # where a row with marks within a quoted field is, as long as its text may go on
     while True:
-        where = f"{file.path}, line {rows.line_num + 1}"
+        start, before, row, problem = rows.line_num + 1, marks, [], ""
+        where = f"{file.path}, line {start}"
         try:
             row = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            if "unexpected end" in str(error) or "field limit" in str(error):
-                message = "is damaged: a quotation mark in this line, or in one after it, is not closed"
-                raise DamagedFileError(f"source {where}: {message}") from None
-            yield Skipped("not CSV", where, f"is not CSV ({first_line(error)})")
-            continue
-        if not row:
-            continue
-        if header is None:
+            problem = f"is not CSV ({first_line(error)})"
+        if row and header is not None and len(row) != len(header):
+            problem = f"has {len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
+        if problem or broken:
+            is_odd = (marks - before) % 2 == 1
+            is_quoted = rows.line_num > start or line.startswith('"') or f'{delimiter}"' in line
+            if problem and is_quoted and (is_odd or not row):
+                broken = broken or where
+            elif is_quoted and not is_odd:
+                broken = ""
+            # The next marks after such a row are a quoted field's, or its text has gone on, and the lines are no rows.
+            goes_on = broken and marks > before and (is_odd or not is_quoted)
+            if goes_on or "unexpected end" in problem or "field limit" in problem:
+                message = "is damaged: a quotation mark in this line, or in one after it, is not closed or not doubled"
+                raise DamagedFileError(f"source {broken or where}: {message}")
+        if problem:
+            yield Skipped("not CSV", where, problem)
+        elif row and header is None:
             header = row
-            require_separator(f"source {where}", header, _DELIMITERS[kind_of(file.path)])
+            require_separator(f"source {where}", header, delimiter)
             require_columns(where, header, file.path, config)
-        elif len(row) != len(header):
-            fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
-            yield Skipped("not CSV", where, f"has {fields}")
-        else:
+        elif row and header is not None:
             values: dict[str, Any] = dict(zip(header, row, strict=True))
             text = values[config.text_column]
             values |= {column: _scalar(values[column]) for column in numbers}
