@@ -167,10 +167,10 @@ class BatchShapes:
             yield batch
 
     def not_before(self, a: Duration, b: Duration) -> bool:
-        """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""
-        if a.unit == b.unit:
-            return a.value >= b.value
-        return "ep" not in (a.unit, b.unit) and self.tokens(a) >= self.tokens(b)
+        """Return whether no batch begins between `a` and a later `b`. Epochs can't be compared before the data is read."""
+        if "ep" in (a.unit, b.unit):
+            return a.unit == b.unit and a.value >= b.value
+        return self.batches(a) >= self.batches(b)
 
     def progress(self, batches: int) -> TrainingProgress:
         """Return the progress at the start of a batch in the first epoch."""

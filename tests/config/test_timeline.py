@@ -33,9 +33,9 @@ def test_padding_counts_when_durations_are_converted(duration: str, batches: int
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        ("3ba", "3ba", True), ("2ba", "3ba", False), ("12sp", "3ba", True), ("11sp", "3ba", False),
-        ("120tok", "3ba", True), ("119tok", "3ba", False), ("2ep", "1ep", True), ("1ep", "1ep", True),
-        ("1ep", "2ep", False), ("9ep", "1ba", False), ("9ba", "1ep", False),
+        ("3ba", "3ba", True), ("2ba", "3ba", False), ("12sp", "3ba", True), ("8sp", "3ba", False),
+        ("120tok", "3ba", True), ("80tok", "3ba", False), ("119tok", "3ba", True), ("2ep", "1ep", True),
+        ("1ep", "1ep", True), ("1ep", "2ep", False), ("9ep", "1ba", False), ("9ba", "1ep", False),
     ],
 )  # fmt: skip
 def test_durations_are_compared_where_they_can_be(a: str, b: str, expected: bool) -> None:
@@ -95,9 +95,10 @@ SAME_UNIT = "a ramp needs its phase's start and end in the same unit, in batches
         ([{"until": "3ba"}, {"until": "5ba"}], ["1.until"],
          "the last phase runs to the end (max_duration): remove this key"),
         ([{"until": "10ba"}, {}], ["0.until", "max_duration"],
-         "the phase must end before the run does (max_duration: 10ba); got 10ba"),
-        ([{"until": "3ba"}, {"until": "3ba"}, {}], ["1.until"], "the phase must end after it starts (3ba); got 3ba"),
-        ([{"until": "0ba"}, {}], ["0.until"], "the phase must end after it starts (0ba); got 0ba"),
+         "the phase must end before the run does (max_duration: 10ba), by at least a batch; got 10ba"),
+        ([{"until": "3ba"}, {"until": "3ba"}, {}], ["1.until"],
+         "the phase must end after it starts (3ba), by at least a batch; got 3ba"),
+        ([{"until": "0ba"}, {}], ["0.until"], "the phase must end after it starts (0ba), by at least a batch; got 0ba"),
         ([{"replacement": {"mask": 0.5, "random": 0.2, "keep": 0.2}}], ["0.replacement"],
          "mask, random and keep must add up to 1; got 0.5 + 0.2 + 0.2"),
         ([{"until": "3ba"}, {"replacement": {"mask": 1, "random": 0.2}}], ["1.replacement"],
@@ -145,6 +146,28 @@ def test_schedules_that_cannot_be_are_refused(values: dict[str, Any], keys: list
     problems = list(schedule_problems(ScheduleConfig.model_validate(values), END, SHAPE))
     names = [key if key == "max_duration" else f"schedule.{key}" for key in keys]
     assert problems == ([(names, message)] if keys else [])
+
+
+@pytest.mark.parametrize(
+    ("end", "until", "fits"),
+    [
+        ("300tok", ["281tok"], False),
+        ("300tok", ["280tok"], True),
+        ("300tok", ["0.999dur"], False),
+        ("300tok", ["20tok", "21tok"], False),
+        ("300tok", ["40tok", "41tok"], True),
+        ("30sp", ["5sp", "7sp"], False),
+        ("30sp", ["29sp"], False),
+        ("10ba", ["361tok"], False),
+    ],
+)
+def test_a_phase_or_a_decay_without_a_batch_is_refused(end: str, until: list[str], fits: bool) -> None:
+    total, ends = Duration.parse(end), [{"until": each} for each in until]
+    assert bool(list(phase_problems(phases(*ends, {}), total, SHAPE))) is not fits
+    for decay, expected in (("0.001dur", False), ("1dur", True)):
+        fault = [(["schedule.decay", "max_duration"], f"expected a length in which a batch begins; got {decay}")]
+        problems = list(schedule_problems(ScheduleConfig.model_validate({"decay": decay}), total, SHAPE))
+        assert problems == ([] if expected or total.unit == "ba" else fault)
 
 
 @pytest.mark.parametrize(("rows", "fit"), [((8, 1), True), ((1, 8), False)])

@@ -182,10 +182,12 @@ def phase_problems(phases: Sequence[_Phase], max_duration: Duration, batch: Batc
             message = f"expected whole epochs, or a length in another unit; got {until} of {max_duration}"
             yield [f"{key}.until", "max_duration"], message
         if until is not None and batch.not_before(end, max_duration):
-            message = f"the phase must end before the run does (max_duration: {max_duration}); got {end}"
+            message = (
+                f"the phase must end before the run does (max_duration: {max_duration}), by at least a batch; got {end}"
+            )
             yield [f"{key}.until", "max_duration"], message
         elif until is not None and batch.not_before(start, end):
-            yield [f"{key}.until"], f"the phase must end after it starts ({start}); got {end}"
+            yield [f"{key}.until"], f"the phase must end after it starts ({start}), by at least a batch; got {end}"
         ramps = isinstance(span.phase, MLMPhase) and isinstance(span.phase.masking_ratio, RampConfig)
         if ramps and (end.unit == "ep" or (start.value and start.unit != end.unit)):
             message = f"a ramp needs its phase's start and end in the same unit, in {_COUNTED}; got {start} to {end}"
@@ -212,6 +214,8 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         yield ["schedule.warmup", "schedule.decay", "max_duration"], message
     if decay.value > max_duration.value:
         yield ["schedule.decay", "max_duration"], f"expected at most max_duration ({max_duration})"
+    elif decay.value and batch.not_before(decay_start(schedule, max_duration), max_duration):
+        yield ["schedule.decay", "max_duration"], f"expected a length in which a batch begins; got {schedule.decay}"
     if not decay.value:
         message = "has no effect without a decay: set schedule.decay as well"
         yield from schedule.require_defaults(("decay_shape", "final_lr"), "schedule", ["schedule.decay"], message)
