@@ -1,10 +1,12 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pytest
 
+import biphasic
 from biphasic.data.packing import (
     DocumentPacker,
     Row,
@@ -195,3 +197,21 @@ def test_the_split_is_a_hash_of_the_id() -> None:
 @pytest.mark.parametrize(("words", "dtype"), [(300, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")])
 def test_ids_are_stored_in_the_narrowest_type(words: int, dtype: str) -> None:
     assert token_dtype(words) == dtype
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_rows_have_a_length(length: int) -> None:
+    with pytest.raises(ValueError, match=f"pack: expected a length of at least 1; got {length}"):
+        biphasic.pack([[5, 6, 7]], length)
+
+
+@pytest.mark.parametrize("document", [[5, -100, 7], [2**32], [2**70], [1.5, 2.0], [[1, 2], [3, 4]], ["5"], [True]])
+def test_ids_are_whole_numbers_that_fit(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"pack: expected whole numbers from 0 to 2\*\*32 - 1 in document 1; got \["):
+        biphasic.pack([[5], document], 4)
+
+
+def test_an_empty_document_is_left_out() -> None:
+    for document in ([], np.array([], np.int64)):
+        [row] = biphasic.pack([document, [2**32 - 1, 0]], 2)
+        assert row["input_ids"].tolist() == [2**32 - 1, 0]

@@ -185,12 +185,19 @@ def pack(documents: Iterable[Sequence[int]], length: int, *, pad_id: int = 0, wi
 
     A longer document is cut into full rows and a rest. Returns for each row `input_ids` int64 [length], with `pad_id` after
     the last segment, and `segment_ids` int64 [length]: 1 for its first segment, 2 for the second, …; 0 at padding.
+    Raises a ValueError if `length` or an id can't be one.
     """
     import torch
 
+    if length < 1:
+        raise ValueError(f"pack: expected a length of at least 1; got {length}")
     packer, rows = DocumentPacker(length, window), list[Row]()
-    for document in documents:
-        rows += packer.add(np.asarray(document, dtype=np.uint32))
+    for number, document in enumerate(documents):
+        ids = np.asarray(document)
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32):
+            message = f"pack: expected whole numbers from 0 to 2**32 - 1 in document {number}; got {document!r:.100}"
+            raise ValueError(message)
+        rows += packer.add(ids.astype(np.uint32))
     packed: list[dict[str, Tensor]] = []
     for row in [*rows, *packer.finish()]:
         segment_ids = np.zeros(length, dtype=np.int64)
