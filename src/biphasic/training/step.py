@@ -58,17 +58,7 @@ def data_spec(batches: Iterable[Any]) -> DataSpec:
 # Forward and loss
 
 
-class MeanLoss(MeanMetric):
-    """Validation metric: the mean loss over the targets. Raises a UserError where there are none, since it would be NaN."""
-
-    def compute(self) -> Tensor:
-        if self.weight == 0:
-            advice = "expected a larger evaluation.masking_ratio, or more rows for validation"
-            raise UserError(f"validation: not one token is predicted; {advice}")
-        return super().compute()
-
-
-class BitsPerByte(MeanLoss):
+class BitsPerByte(MeanMetric):
     """Validation metric: the summed loss in bits, divided by the bytes of text of the targets."""
 
 
@@ -97,7 +87,7 @@ class PretrainModel(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         # NaN stays NaN. "disable" would keep it too, but ignores the weights (torchmetrics 1.9, issue 3434).
-        metrics = {"loss": MeanLoss, "bits_per_byte": BitsPerByte}
+        metrics = {"loss": MeanMetric, "bits_per_byte": BitsPerByte}
         return {} if is_train else {name: metric(nan_strategy=math.nan) for name, metric in metrics.items()}
 
     def update_metric(self, batch: Batch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
