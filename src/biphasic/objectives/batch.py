@@ -117,10 +117,13 @@ def complete(batch: Any, special_ids: Collection[int] = ()) -> Batch:
             # Not where they are 0: RoBERTa's begin at 2, and a row that is cut from a stream may go on with a document.
             segment_ids[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
             segment_ids = segment_ids.cumsum(1)
-    elif mask is None and (segment_ids[:, :1] == 0).all() and (tokens != tokens[:, :1])[segment_ids.cumsum(1) == 0].any():
-        # Padding on the left would be one token again and again.
-        expected = "segment_ids: expected numbers from 1 on, or `attention_mask` too"
-        raise ValueError(f"{expected}; got 0, which is padding, at the text that each row begins with")
+    else:
+        before = segment_ids.cumsum(1) == 0  # the first segment
+        # Without a mask: padding on the left would be one token again and again.
+        is_text = tokens != tokens[:, :1] if mask is None else mask > 0
+        if before[:, 0].all() and (before & is_text).any():
+            problem = "got 0, which is padding, at the text that each row begins with"
+            raise ValueError(f"segment_ids: expected numbers from 1 on; {problem}")
     if mask is not None:
         segment_ids, lengths = segment_ids * (mask > 0), None
     labels = batch.get("labels")
