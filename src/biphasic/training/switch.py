@@ -110,7 +110,8 @@ class ObjectiveSwitch(Algorithm):
             self._epoch = epoch_batches(state)
         if event == Event.INIT:
             if isinstance(state.model, HuggingFaceModel):
-                rows, size = state.model.model.get_input_embeddings().num_embeddings, self.vocabulary.size
+                rows: Any = state.model.model.get_input_embeddings().num_embeddings
+                size = self.vocabulary.size
                 if rows < size:  # which Composer compares with the number of tokens; ids may have gaps
                     expected = f"expected an embedding of at least {size} rows, for the tokenizer's ids"
                     raise UserError(f"{expected}; got {rows}: model.resize_token_embeddings({size})")
