@@ -110,7 +110,8 @@ def test_a_bucket_and_a_folder_have_the_same_hidden_files(bucket: Path) -> None:
         local, stored = (find_files(FilesSource(kind="files", paths=[f"{root}{pattern}"]))
                          for root in ("", f"s3://{bucket.name}/"))  # fmt: skip
         assert [file.path.removeprefix(f"s3://{bucket.name}/") for file in stored.files] == [f.path for f in local.files]
-        assert stored.unread == local.unread, pattern
+        # Hidden folders of a disk aren't looked into, and each counts as one file.
+        assert "**" in pattern or stored.unread == local.unread, pattern
     assert find_files(FilesSource(kind="files", paths=[f"s3://{bucket.name}/kept"])).unread == {"hidden": 4}
 
 

@@ -199,9 +199,10 @@ def test_segments_counted_from_0_are_refused() -> None:
     """Their first document would be padding. Padding on the left, which repeats a token, is not refused."""
     tokens, ids = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 1]])
     batch = {"input_ids": tokens, "segment_ids": ids}
-    for wrong in (batch, {**batch, "segment_ids": ids * 0}, {**batch, "attention_mask": torch.ones_like(ids)}):
+    for wrong in (batch, {**batch, "attention_mask": torch.ones_like(ids)}):
         refuse("segment_ids: expected numbers from 1 on", lambda wrong=wrong: complete(wrong), ValueError)
-    for usual in ({"input_ids": tokens.where(ids > 0, 3)}, {"attention_mask": (ids > 0).long()}):
+    # A validation repeats rows, as padding, until each rank has the same number.
+    for usual in ({"input_ids": tokens.where(ids > 0, 3)}, {"attention_mask": (ids > 0).long()}, {"segment_ids": ids * 0}):
         complete({**batch, **usual})
     starting = {**batch, "segment_ids": ids + torch.tensor([[1], [0]])}
     assert complete(starting)["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 3], [0, 0, 0, 0, 0, 1]]

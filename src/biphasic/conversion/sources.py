@@ -6,7 +6,6 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -160,8 +159,7 @@ def _files_at(path: str) -> dict[str, StoredFile]:
 def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
     """Return the files below a folder, except in folders that a pattern can't match.
 
-    Links are followed. They may form cycles, so each folder is read once. Raises a UserError if a folder can't be read, but
-    not of a hidden one.
+    Links are followed. They may form cycles, so each folder is read once. Raises a UserError if a folder can't be read.
     """
     files, visited, root, parts = {}, set[str](), folder or ".", pattern.split("/")
     for place, folders, names in os.walk(root, onerror=_unreadable, followlinks=True) if Path(root).is_dir() else ():
@@ -174,12 +172,10 @@ def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
         if "**" not in parts[: len(below) + 1] and len(below) < len(parts):
             expected, is_last = parts[len(below)], len(below) + 1 == len(parts)
             folders[:] = [name for name in folders if fnmatchcase(name, expected) and (is_readable(name) or not is_last)]
-        store, hidden = open_store(place), [name for name in folders if is_hidden(name, pattern)]
-        # Their files are only counted: a link in them must not claim a folder that is read by another path.
-        folders[:] = [name for name in folders if name not in hidden]
-        for name in hidden:
-            with suppress(OSError):  # such as another user's `.Trash-0`
-                files |= {"/".join([*below, each]): file for each, file in store.list(name).items()}
+        # A hidden folder counts as one file, and a link in it doesn't claim a folder that is read by another path.
+        files |= {"/".join([*below, name]): StoredFile(0, "") for name in folders if is_hidden(name, pattern)}
+        folders[:] = [name for name in folders if not is_hidden(name, pattern)]
+        store = open_store(place)
         for name in names:
             # A broken link has no size. It is refused if it would be read.
             if (file := store.stat(name)) is not None or os.path.islink(posixpath.join(place, name)):

@@ -118,10 +118,11 @@ def complete(batch: Any, special_ids: Collection[int] = ()) -> Batch:
             segment_ids[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
             segment_ids = segment_ids.cumsum(1)
     else:
-        before = segment_ids.cumsum(1) == 0  # the first segment
+        rows = segment_ids.any(1)  # others are all padding, such as rows that a validation repeats
+        before = (segment_ids.cumsum(1) == 0)[rows]  # the first segment
         # Without a mask: padding on the left would be one token again and again.
-        is_text = tokens != tokens[:, :1] if mask is None else mask > 0
-        if before[:, 0].all() and (before & is_text).any():
+        is_text = (tokens != tokens[:, :1] if mask is None else mask > 0)[rows]
+        if len(before) and before[:, 0].all() and (before & is_text).any():
             problem = "got 0, which is padding, at the text that each row begins with"
             raise ValueError(f"segment_ids: expected numbers from 1 on; {problem}")
     if mask is not None:
