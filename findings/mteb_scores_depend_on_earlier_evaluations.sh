@@ -2,8 +2,8 @@
 # mteb 2.26.24: a clustering or multi-label score depends on what the task object has evaluated before.
 #
 # Expected: a task with a fixed seed gives the same model the same score again, as classification and regression tasks do.
-# Seen: clustering and multi-label classification draw their samples from one generator of the task object, which goes on from evaluation to
-# evaluation. The same model, evaluated twice with one object (no results are cached), has two scores; of two models compared with one list of
+# Seen: clustering and multi-label classification draw their samples from one random generator of the task object, whose state carries over to the
+# next evaluation. The same model, evaluated twice with one object (no results are cached), has two scores; of two models compared with one list of
 # tasks, the second one is measured on other samples; and a test split has another score if the validation split is evaluated before it.
 #
 # Checked on 2026-12-01, Python 3.11, Linux x86-64, without a GPU.

@@ -173,8 +173,9 @@ def _local_files(folder: str, pattern: str) -> dict[str, StoredFile]:
             expected, is_last = parts[len(below)], len(below) + 1 == len(parts)
             folders[:] = [name for name in folders if fnmatchcase(name, expected) and (is_readable(name) or not is_last)]
         # A hidden folder counts as one file, and a link in it doesn't claim a folder that is read by another path.
-        files |= {"/".join([*below, name]): StoredFile(0, "") for name in folders if is_hidden(name, pattern)}
-        folders[:] = [name for name in folders if not is_hidden(name, pattern)]
+        hidden = {name for name in folders if is_hidden(name, pattern)}
+        files |= {"/".join([*below, name]): StoredFile(0, "") for name in hidden}
+        folders[:] = [name for name in folders if name not in hidden]
         store = open_store(place)
         for name in names:
             # A broken link has no size. It is refused if it would be read.

@@ -56,7 +56,7 @@ def _problem(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of its weights, by name."""
+    """Return the header of a safetensors file: by name, the type, shape and place of each weight."""
     with file.open("rb") as opened:  # a header has at most 100 MB; other files begin with any number
         header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8)))
     return {name: weight for name, weight in header.items() if name != "__metadata__"}
